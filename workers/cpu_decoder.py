@@ -1,0 +1,317 @@
+"""A loaded model moved into the C++ kernels: its weights packed once, a whole step in one call.
+
+A drop-in for `workers.models.decoder.CausalLM` on the CPU, for every architecture there: what a layer holds and the
+spec's numbers say what it computes, no architecture is asked for by name. Knows neither plans nor slots.
+"""
+
+from __future__ import annotations
+
+from ctypes import byref, c_float
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor, nn
+
+from configs.model_spec import ModelSpec
+from workers.attention.base import AttentionMetadata
+from workers.kernels.cpu.library import (
+    AllReduce,
+    CDescription,
+    CLayer,
+    CpuKernels,
+    CStep,
+    Format,
+    PackedMatrix,
+    Pool,
+    Then,
+    cache_strides,
+)
+from workers.kv_cache import KVCache
+from workers.layers.attention import SelfAttention
+from workers.layers.embedding import VocabParallelEmbedding
+from workers.layers.mlp import GatedMLP
+from workers.layers.rotary import RotaryEmbedding, inverse_frequencies
+from workers.models.decoder import CausalLM
+from workers.parallel import ParallelGroup
+
+WeightFormat = Literal["float32", "bfloat16", "int8"]
+"""float32: the weights' own precision, kept in 16 bits where that loses nothing. int8: one scale per output, and
+activations in 8 bits with one scale per token; embedding and KV cache keep the model's dtype."""
+
+ACTIVATIONS = {"silu": Then.SILU_TIMES_UP, "gelu_tanh": Then.GELU_TIMES_UP}
+
+
+@dataclass(frozen=True, slots=True)
+class PackedBytes:
+    """Bytes of packed weights by the format they are kept in."""
+
+    by_format: dict[str, int]
+
+    def __str__(self) -> str:
+        return ", ".join(f"{count / 1e6:.1f} MB {name}" for name, count in self.by_format.items())
+
+
+class CpuDecoder:
+    """Takes over `model`: its parameters are emptied as they are packed.
+
+    The results of `__call__` and `compute_logits` are views of buffers that the next call writes.
+    """
+
+    def __init__(
+        self,
+        model: CausalLM,
+        spec: ModelSpec,
+        group: ParallelGroup,
+        kernels: CpuKernels,
+        *,
+        num_threads: int,
+        weight_format: WeightFormat,
+        max_num_tokens: int = 0,
+    ) -> None:
+        self._spec = spec
+        self._group = group
+        self._kernels = kernels
+        self._pool = Pool(kernels, num_threads)
+        self._packer = _Packer(kernels, self._pool, weight_format)
+        self._part_sizes = model.lm_head.part_sizes
+        self._keep: list[object] = []  # what C++ holds addresses of
+        self._layers = (CLayer * spec.num_layers)()
+        for packed, layer in zip(self._layers, model.model.layers, strict=True):
+            self._pack_layer(packed, layer)
+        for i, (window, rope) in enumerate(zip(spec.windows, model.model.rope_of_layer, strict=True)):
+            self._layers[i].window = window or 0
+            self._layers[i].rope = rope % len(model.model.ropes)
+        self._description = self._describe(model)
+        self._step = CStep()
+        self._hidden = torch.empty(0, spec.hidden_size)
+        self._logits = torch.empty(0, self._part_sizes[group.rank])
+        self._max_num_tokens = max_num_tokens
+        self._kv: KVCache | None = None
+        self._decoder: int | None = None
+        self._error: BaseException | None = None
+
+    @property
+    def packed_bytes(self) -> PackedBytes:
+        return PackedBytes(dict(self._packer.num_bytes))
+
+    def __call__(self, token_ids: Tensor, positions: Tensor, kv: KVCache, meta: AttentionMetadata) -> Tensor:
+        """token_ids [T], positions [T] -> [T, hidden]; the step's K/V are in the cache afterwards."""
+        if kv is not self._kv:
+            self._bind(kv)
+        num_tokens = len(token_ids)
+        if num_tokens > len(self._hidden):
+            self._hidden = torch.empty(max(num_tokens, self._max_num_tokens), self._spec.hidden_size)
+        keep = self._fill_step(token_ids, positions, meta)
+        status = self._kernels.decoder_forward(self._decoder, byref(self._step))
+        del keep
+        if status:
+            error, self._error = self._error, None
+            assert error is not None, f"the decoder stopped with status {status}"
+            raise error
+        return self._hidden[:num_tokens]
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """hidden [R, hidden] -> [R, vocabulary], float32, whole on every rank. All ranks must call it."""
+        assert hidden.dtype == torch.float32 and (len(hidden) == 0 or hidden.stride(1) == 1)
+        num_rows = len(hidden)
+        if num_rows > len(self._logits):
+            self._logits = torch.empty(num_rows, self._logits.shape[1])
+        logits = self._logits[:num_rows]
+        assert self._decoder is not None, "a step comes before its logits"
+        self._kernels.decoder_logits(
+            self._decoder, hidden.data_ptr(), hidden.stride(0), num_rows, logits.data_ptr(), self._logits.shape[1]
+        )
+        return self._group.all_gather(logits, self._part_sizes)
+
+    def close(self) -> None:
+        if self._decoder is not None:
+            self._kernels.decoder_destroy(self._decoder)
+            self._decoder = None
+
+    def __del__(self) -> None:
+        if getattr(self, "_decoder", None) is not None:
+            self.close()
+
+    def _pack_layer(self, packed: CLayer, layer: nn.Module) -> None:
+        attention, mlp = cast(SelfAttention, layer.self_attn), cast(GatedMLP, layer.mlp)
+        single = self._group.size == 1
+        packed.qkv = self._pack(attention.qkv_proj, bias=True)
+        packed.output = self._pack(attention.o_proj, bias=single)
+        packed.gate_up = self._pack(mlp.gate_up_proj, bias=True, gated=True)
+        packed.down = self._pack(mlp.down_proj, bias=single)
+        packed.attention_norm = self._vector(layer.input_layernorm.weight)
+        if self._spec.post_norms:
+            packed.attention_out_norm = self._vector(layer.post_attention_layernorm.weight)
+            packed.mlp_norm = self._vector(layer.pre_feedforward_layernorm.weight)
+            packed.mlp_out_norm = self._vector(layer.post_feedforward_layernorm.weight)
+        else:
+            packed.mlp_norm = self._vector(layer.post_attention_layernorm.weight)
+        if attention.q_norm is not None and attention.k_norm is not None:
+            packed.q_norm, packed.k_norm = self._vector(attention.q_norm.weight), self._vector(attention.k_norm.weight)
+        if not single:
+            packed.output_bias = self._vector(attention.o_proj.bias)
+            packed.down_bias = self._vector(mlp.down_proj.bias)
+
+    def _pack(self, linear: Any, *, bias: bool, gated: bool = False) -> int:
+        matrix = self._packer.pack(linear.weight, linear.bias if bias else None, gated=gated)
+        self._keep.append(matrix)
+        _empty(linear.weight)
+        return matrix.handle
+
+    def _vector(self, values: Tensor | None) -> int | None:
+        if values is None:
+            return None
+        # Padded, because the kernels read whole vectors of some of them.
+        padded = torch.zeros(-(-len(values) // 64) * 64)
+        padded[: len(values)] = values.detach()
+        self._keep.append(padded)
+        return padded.data_ptr()
+
+    def _pack_vocabulary(self, model: CausalLM) -> tuple[int, int]:
+        """(embedding, head). A tied head serves as both, unless quantising it would cost the embedding precision."""
+        tied = self._spec.tie_word_embeddings
+        embedding_weight = model.model.embed_tokens.weight
+        head = self._packer.pack(embedding_weight if tied else model.lm_head.weight)
+        embedding = head
+        if not tied or head.format is Format.INT8:
+            embedding = self._packer.pack_unquantised(embedding_weight)
+        self._keep += [head, embedding]
+        _empty(embedding_weight)
+        if not tied:
+            _empty(model.lm_head.weight)
+        return embedding.handle, head.handle
+
+    def _describe(self, model: CausalLM) -> CDescription:
+        spec, group = self._spec, self._group
+        embed_tokens = cast(VocabParallelEmbedding, model.model.embed_tokens)
+        first = cast(SelfAttention, model.model.layers[0])
+        shard = first.self_attn.shard
+        embedding, head = self._pack_vocabulary(model)
+        description = CDescription(
+            num_layers=spec.num_layers,
+            hidden=spec.hidden_size,
+            inner=cast(Any, first).mlp.down_proj.weight.pieces[0].columns.__len__(),
+            num_heads=shard.num_heads,
+            num_kv_heads=shard.num_kv_heads,
+            head_dim=spec.head_dim,
+            first_token=embed_tokens.rows.start,
+            num_tokens=len(embed_tokens.rows),
+            activation=ACTIVATIONS[spec.activation],
+            eps=spec.rms_norm_eps,
+            attention_scale=spec.attention_scale,
+            attention_soft_cap=spec.attention_soft_cap or 0.0,
+            logit_soft_cap=spec.logit_soft_cap or 0.0,
+            embedding_scale=1.0 if embed_tokens.scale is None else embed_tokens.scale,
+            embedding=embedding,
+            head=head,
+            final_norm=self._vector(model.model.norm.weight),
+        )
+        self._describe_ropes(description)
+        if group.size > 1:
+            self._all_reduce = AllReduce(self._reduce)
+            description.all_reduce = self._all_reduce
+        return description
+
+    def _describe_ropes(self, description: CDescription) -> None:
+        """Dynamic rope's frequencies differ from token to token: those rotations are made here, step by step."""
+        spec = self._spec
+        ropes = [spec.rope] if spec.local_rope is None else [spec.rope, spec.local_rope]
+        self._ropes: list[RotaryEmbedding | None] = []
+        description.num_ropes = len(ropes)
+        for i, rope in enumerate(ropes):
+            dynamic = rope.kind == "dynamic"
+            self._ropes.append(
+                RotaryEmbedding(rope, spec.head_dim, dtype=torch.float32, device=torch.device("cpu")) if dynamic else None
+            )
+            description.rope_factors[i] = rope.attention_factor
+            if not dynamic:
+                description.rope_frequencies[i] = self._vector(inverse_frequencies(rope, spec.head_dim))
+
+    def _bind(self, kv: KVCache) -> None:
+        """A decoder over this cache; what an earlier one worked in is given back."""
+        self.close()
+        for packed, k, v in zip(self._layers, kv.k, kv.v, strict=True):
+            assert k.dtype == v.dtype and k.stride() == v.stride() and k.dtype in (torch.float32, torch.bfloat16)
+            packed.k_cache, packed.v_cache = k.data_ptr(), v.data_ptr()
+            packed.block_stride, packed.token_stride, packed.head_stride = cache_strides(k)
+        self._description.kv_block_size = kv.block_size
+        self._description.kv_is_bfloat16 = int(kv.k[0].dtype == torch.bfloat16)
+        self._decoder = self._kernels.decoder_create(self._pool.handle, byref(self._description), self._layers)
+        if not self._decoder:
+            raise MemoryError("the CPU kernels could not allocate what they need")
+        self._kernels.decoder_reserve(self._decoder, self._max_num_tokens)
+        self._kv = kv
+
+    def _fill_step(self, token_ids: Tensor, positions: Tensor, meta: AttentionMetadata) -> list[Tensor]:
+        """Points the step at the tensors; those returned must live until it has run."""
+        step = self._step
+        step.num_tokens, step.num_seqs = len(token_ids), meta.num_seqs
+        step.block_table_stride = meta.block_tables.stride(0) if meta.num_seqs else 0
+        keep = [_as(t, torch.int64) for t in (token_ids, positions, meta.slot_mapping)]
+        keep += [_as(t, torch.int32) for t in (meta.cu_seqlens_q, meta.seq_lens)]
+        assert meta.block_tables.dtype == torch.int32
+        keep.append(meta.block_tables)
+        step.token_ids, step.positions, step.slots = (t.data_ptr() for t in keep[:3])
+        step.first_queries, step.seq_lens, step.block_tables = (t.data_ptr() for t in keep[3:6])
+        for i, rope in enumerate(self._ropes):
+            if rope is not None:
+                cos, sin = (t.contiguous() for t in rope(positions, meta.rope_lens))
+                keep += [cos, sin]
+                step.cosines[i], step.sines[i] = cos.data_ptr(), sin.data_ptr()
+        step.hidden = self._hidden.data_ptr()
+        return keep
+
+    def _reduce(self, address: int, count: int) -> int:
+        """Called from C++ within a step. An exception cannot pass through: it is kept, and the step ends."""
+        try:
+            values = (c_float * count).from_address(address)
+            self._group.all_reduce(torch.frombuffer(values, dtype=torch.float32))
+        except BaseException as error:
+            self._error = error
+            return 1
+        return 0
+
+
+class _Packer:
+    """Packs matrices in one format and counts what they take."""
+
+    def __init__(self, kernels: CpuKernels, pool: Pool, weight_format: WeightFormat) -> None:
+        self._kernels = kernels
+        self._pool = pool
+        self._weight_format = weight_format
+        self.num_bytes: dict[str, int] = {}
+
+    def pack(self, weight: Tensor, bias: Tensor | None = None, *, gated: bool = False) -> PackedMatrix:
+        if self._weight_format == "int8":
+            return self._make(weight, bias, Format.INT8, gated=gated, exact=False)
+        return self.pack_unquantised(weight, bias, gated=gated)
+
+    def pack_unquantised(self, weight: Tensor, bias: Tensor | None = None, *, gated: bool = False) -> PackedMatrix:
+        """In float32, weights that are bfloat16 numbers are kept as such: half the bytes, the same products."""
+        narrow = weight.dtype == torch.bfloat16 or bool(torch.equal(weight, weight.to(torch.bfloat16).to(weight.dtype)))
+        exact = self._weight_format == "float32"
+        chosen = Format.BFLOAT16 if narrow or self._weight_format == "bfloat16" else Format.FLOAT32
+        return self._make(weight, bias, chosen, gated=gated, exact=exact)
+
+    def _make(
+        self,
+        weight: Tensor,
+        bias: Tensor | None,
+        format: Format,  # noqa: A002
+        *,
+        gated: bool,
+        exact: bool,
+    ) -> PackedMatrix:
+        packed = PackedMatrix(self._kernels, self._pool, weight, bias, format=format, gated=gated, exact=exact)
+        name = format.name.lower()
+        self.num_bytes[name] = self.num_bytes.get(name, 0) + packed.num_bytes
+        return packed
+
+
+def _as(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return tensor.to(dtype).contiguous()
+
+
+def _empty(parameter: nn.Parameter) -> None:
+    parameter.data = torch.empty(0, dtype=parameter.dtype)

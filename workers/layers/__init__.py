@@ -1,0 +1,1 @@
+"""The parts models are made of. Each is told its group, dtype and device; none reads a global."""

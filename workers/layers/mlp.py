@@ -1,0 +1,28 @@
+"""The gated feed-forward block: one fused product up, one row-split product down."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from configs.sharding import ALIGNMENT, split_range
+from workers.layers.activation import GATED_ACTIVATIONS
+from workers.layers.linear import MergedColumnParallelLinear, RowParallelLinear
+from workers.layers.parameter import BuildContext
+
+
+class GatedMLP(nn.Module):
+    """hidden [T, hidden] -> [T, hidden]."""
+
+    def __init__(self, context: BuildContext) -> None:
+        super().__init__()
+        spec = context.spec
+        inner, hidden = spec.intermediate_size, spec.hidden_size
+        columns = split_range(inner, context.group.size, ALIGNMENT)[context.group.rank]
+        self.gate_up_proj = MergedColumnParallelLinear(
+            context, hidden, inner, ("gate_proj", "up_proj"), bias=spec.mlp_bias
+        )
+        self.act = GATED_ACTIVATIONS[spec.activation]()
+        self.down_proj = RowParallelLinear(context, columns, inner, hidden, bias=spec.mlp_bias)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.down_proj(self.act(self.gate_up_proj(hidden)))

@@ -1,0 +1,184 @@
+"""One rank of a replica: its part of the model, its part of the KV cache, and the steps it computes.
+
+A plain object: tests and `workers.local_executor` make it directly, an actor wraps it. Knows neither the scheduler nor
+how plans arrive.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+
+import torch
+
+from configs import EngineConfig
+from configs.model_spec import ModelSpec
+from configs.sharding import split_heads
+from scheduler.output import StepPlan, StepResult
+from workers.attention import AttentionMetadata, choose_backend
+from workers.input_batch import InputBatch
+from workers.kv_cache import KVCache, bytes_per_block, num_blocks_in
+from workers.model_runner import ModelRunner
+from workers.models.decoder import CausalLM
+from workers.models.registry import build_model
+from workers.parallel import ParallelGroup
+from workers.sampling_state import SamplingState
+from workers.weights import load_weights
+
+log = logging.getLogger(__name__)
+
+
+def choose_num_threads(config: EngineConfig, num_local_ranks: int) -> int:
+    """CPU threads of one rank: as configured, else its share of the cores this process may use."""
+    return config.worker.num_threads or max(1, len(os.sched_getaffinity(0)) // num_local_ranks)
+
+
+def choose_dtype(config: EngineConfig, spec: ModelSpec, device: torch.device) -> torch.dtype:
+    name: str = config.model.dtype
+    if name == "auto":
+        name = "float32" if device.type == "cpu" else spec.dtype
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
+class Worker:
+    """In order: `load_model`, `measure_num_blocks`, `allocate_cache` with the smallest number of all ranks, `execute`.
+
+    `num_threads` sets torch's CPU threads for the whole process; None leaves them alone.
+    """
+
+    def __init__(
+        self, config: EngineConfig, spec: ModelSpec, group: ParallelGroup, *, num_threads: int | None = None
+    ) -> None:
+        if num_threads is not None:
+            torch.set_num_threads(num_threads)
+        self.config = config
+        self.spec = spec
+        self.group = group
+        self.device = group.device
+        self.dtype = choose_dtype(config, spec, self.device)
+        self.shard = split_heads(spec.num_heads, spec.num_kv_heads, group.size)[group.rank]
+        self.max_model_len = config.model.max_model_len or spec.max_model_len
+        self._model: CausalLM | None = None
+        self._runner: ModelRunner | None = None
+
+    def load_model(self) -> None:
+        """Build this rank's part of the model and read its weights.
+
+        Raises:
+            ValueError: no attention backend serves it, or the checkpoint does not fit its configuration.
+        """
+        backend = choose_backend(
+            self.config.worker.attention_backend,
+            device=self.device,
+            dtype=self.dtype,
+            head_dim=self.spec.head_dim,
+            block_size=self.config.cache.block_size,
+            soft_cap=self.spec.attention_soft_cap is not None,
+        )
+        model = build_model(self.spec, self.group, backend, self.dtype, self.device)
+        load_weights(model, self.spec, load_format=self.config.model.load_format, seed=self.config.model.seed)
+        self._model = model
+
+    def measure_num_blocks(self) -> int:
+        """KV blocks this rank has room for; all ranks must call it together.
+
+        Raises:
+            ValueError: not even one fits.
+        """
+        assert self._model is not None, "load_model comes first"
+        block_bytes = bytes_per_block(
+            num_layers=self.spec.num_layers,
+            block_size=self.config.cache.block_size,
+            num_kv_heads=self.shard.num_kv_heads,
+            head_dim=self.spec.head_dim,
+            dtype=self.dtype,
+        )
+        available = None
+        if self.device.type == "cuda" and self.config.cache.num_blocks is None:
+            available = self._measure_gpu_bytes()
+        return num_blocks_in(self.config.cache, block_bytes=block_bytes, available_bytes=available)
+
+    def allocate_cache(self, num_blocks: int) -> None:
+        """Make the cache and the batch. May be called again: everything held before is forgotten."""
+        assert self._model is not None, "load_model comes first"
+        self._runner = None
+        num_slots = self.config.scheduler.max_num_seqs
+        batch = InputBatch(
+            num_slots=num_slots,
+            max_model_len=self.max_model_len,
+            block_size=self.config.cache.block_size,
+            num_blocks=num_blocks,
+            vocab_size=self.spec.vocab_size,
+            device=self.device,
+            dynamic_rope=self.spec.rope.kind == "dynamic",
+        )
+        sampling = SamplingState(num_slots, self.spec.vocab_size, self.spec.eos_token_ids, self.device)
+        kv = self._make_cache(num_blocks)
+        self._runner = ModelRunner(self._model, kv, batch, sampling, answers=self.group.rank == 0)
+
+    @property
+    def runner(self) -> ModelRunner:
+        """For callers that launch a step before they collect the last one."""
+        assert self._runner is not None, "allocate_cache comes first"
+        return self._runner
+
+    def execute(self, plan: StepPlan) -> StepResult | None:
+        """Compute one step; only rank 0 has an answer.
+
+        Raises:
+            PlanError: the plan is stale, out of order, or contradicts what this rank holds.
+            ParallelError: another rank is gone.
+        """
+        result = self.runner.execute(plan)
+        return result if self.group.rank == 0 else None
+
+    def close(self) -> None:
+        """Give back model, cache and group."""
+        self._runner = None
+        self._model = None
+        self.group.close()
+
+    def _make_cache(self, num_blocks: int) -> KVCache:
+        return KVCache.allocate(
+            num_layers=self.spec.num_layers,
+            num_blocks=num_blocks,
+            block_size=self.config.cache.block_size,
+            num_kv_heads=self.shard.num_kv_heads,
+            head_dim=self.spec.head_dim,
+            dtype=self.dtype,
+            device=self.device,
+        )
+
+    def _measure_gpu_bytes(self) -> int:
+        """What is left of this rank's share of the GPU after weights and the largest step.
+
+        Counts what this process holds, not what its neighbours on the device happen to hold at the moment; theirs
+        matters only where less is free than the share promises.
+        """
+        free_before, total = torch.cuda.mem_get_info(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        held_before = torch.cuda.memory_reserved(self.device)
+        self.profile_step()
+        torch.cuda.synchronize(self.device)
+        peak = torch.cuda.max_memory_reserved(self.device)
+        torch.cuda.empty_cache()
+        share = int(total * self.config.cache.gpu_memory_utilization) - peak
+        return min(share, free_before - (peak - held_before))
+
+    @torch.inference_mode()
+    def profile_step(self) -> None:
+        """Compute the largest step there can be, over a throw-away cache."""
+        assert self._model is not None, "load_model comes first"
+        limits, block_size = self.config.scheduler, self.config.cache.block_size
+        chunk = min(limits.max_prefill_chunk, limits.max_num_batched_tokens, self.max_model_len)
+        lengths = [chunk] * max(1, limits.max_num_batched_tokens // chunk)
+        # All sequences write over each other in the same blocks: the numbers do not matter, the sizes do.
+        blocks = list(range(-(-chunk // block_size)))
+        meta = AttentionMetadata.from_lists(
+            lengths, lengths, [blocks] * len(lengths), block_size=block_size, device=self.device
+        )
+        token_ids = torch.zeros(sum(lengths), dtype=torch.int64, device=self.device)
+        positions = torch.arange(chunk, device=self.device).repeat(len(lengths))
+        hidden = self._model(token_ids, positions, self._make_cache(len(blocks)), meta)
+        self._model.compute_logits(hidden[: limits.max_num_seqs])
