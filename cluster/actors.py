@@ -1,0 +1,340 @@
+"""The bodies of our processes: a rank, a scheduler, an ingress. Thin shells over plain classes.
+
+Owns the order of a process's life and nothing else. Each constructor is light; errors leave as text, so that the driver
+never has to import what raised them. `workers` and torch are imported by `WorkerActor` alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import os
+import socket
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+
+from cluster.exit_codes import DeploymentError, ModelError
+from cluster.identity import Identity, base_versions, model_fingerprint, source_root
+from cluster.preparation import run_preparation
+from cluster.protocol import Status
+from cluster.transport import Address, Listener
+from configs.build import config_from_dict
+
+if TYPE_CHECKING:
+    from cluster.engine import EngineLoop
+    from cluster.frontend import Frontend
+    from configs.schema import EngineConfig
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+STATUS_POLL_S = 0.05
+INGRESS_FLUSH_S = 5
+DEFAULT_RANK_ENV = {"OMP_WAIT_POLICY": "PASSIVE"}
+"""A thread that spins for the next piece of work is worth little alone, and steals from the scheduler, the ingress and
+every neighbour: on a busy machine of two cores it makes a step ten times as long."""
+
+
+class ReportedError(Exception):
+    """An error of another process, as text. `is_consequence`: it only says that a peer was lost."""
+
+    def __init__(self, message: str, is_consequence: bool = False) -> None:
+        super().__init__(message, is_consequence)
+        self.message = message
+        self.is_consequence = is_consequence
+
+    def __str__(self) -> str:
+        return self.message
+
+
+def reporting(method: Callable[P, T]) -> Callable[P, T]:
+    """Log the traceback here, raise something that every process can read."""
+
+    @functools.wraps(method)
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return method(*args, **kwargs)
+        except DeploymentError:
+            raise
+        except Exception as error:
+            traceback.print_exc()
+            raise _reported(error) from None
+
+    return wrapped
+
+
+def _reported(error: Exception) -> Exception:
+    text = " ".join(str(error).split()) or "no message"
+    if isinstance(error, ValueError):
+        return ModelError(text)
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    is_consequence = isinstance(error, (ConnectionError, TimeoutError)) or type(error).__name__ == "ParallelError"
+    where = f"{Path(place.filename).name}:{place.lineno}"
+    return ReportedError(f"{type(error).__name__}: {text} ({where})", is_consequence)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankPlace:
+    """Which part of which replica a rank is, and with what it computes."""
+
+    replica: int
+    rank: int
+    num_ranks: int
+    device: str
+    num_threads: int
+    address: str  # of its node, as Ray knows it
+
+    @property
+    def name(self) -> str:
+        return f"rank {self.rank} on {self.address}, pid {os.getpid()}"
+
+
+class WorkerActor:
+    """One rank. Its methods are called once each, in the order they are written; `run` returns only at the end."""
+
+    def __init__(self, config: Mapping[str, Any], place: RankPlace) -> None:
+        self.config: EngineConfig = config_from_dict(config)
+        self.place = place
+        # Everything that torch reads when it is imported must be there before; a node's own settings win.
+        for name, value in (DEFAULT_RANK_ENV | self.config.worker.env).items():
+            os.environ.setdefault(name, value)
+        os.environ["OMP_NUM_THREADS"] = str(place.num_threads)
+        self.store: Any = None
+        self.group: Any = None
+        self.worker: Any = None
+
+    @reporting
+    def identify(self) -> Identity:
+        """What this process runs and what device it was given; imports torch."""
+        from cluster import runtime
+        from workers.probe import describe_device  # imports torch
+
+        accelerators = runtime.own_accelerators()  # asked before torch freezes its list of devices
+        if self.place.device == "cuda" and not accelerators:
+            raise DeploymentError(f"{self.place.name} was given no GPU by Ray; set worker.device=cpu or free a GPU")
+        device = describe_device(self.place.device, num_threads=self.place.num_threads)
+        return Identity(
+            rank=self.place.rank,
+            address=self.place.address,
+            pid=os.getpid(),
+            versions=base_versions(source_root()) | device.versions,
+            device_name=device.name,
+            device_uuid=device.uuid,
+            free_bytes=device.free_bytes,
+            total_bytes=device.total_bytes,
+        )
+
+    @reporting
+    def prepare_model(self, prepared: str | None, timeout: float) -> str:
+        """Find or make the model on this node (`prepared`: it is there); the fingerprint of its files."""
+        directory = Path(prepared) if prepared else run_preparation(self.config.model, timeout=timeout)
+        from configs.model_spec import ModelSpec
+
+        self.spec = ModelSpec.from_directory(directory)
+        return model_fingerprint(directory)
+
+    @reporting
+    def bind_store(self, host: str) -> int:
+        """Rank 0: the port of the meeting place, which this process holds from now on."""
+        from workers.parallel import bind_store
+
+        self.store, port = bind_store(host)
+        return port
+
+    @reporting
+    def join(self, host: str, port: int, timeout: float) -> None:
+        from workers.parallel import SingleProcessGroup, connect
+
+        place = self.place
+        if place.num_ranks == 1:
+            self.group = SingleProcessGroup(place.device)
+            return
+        backend = "nccl" if place.device == "cuda" else "gloo"
+        self.group = connect(host, port, place.rank, place.num_ranks, backend=backend, timeout=timeout)
+
+    @reporting
+    def load(self) -> float:
+        """Build the model and read this rank's weights; the seconds it took."""
+        from workers.worker import Worker
+
+        started = time.monotonic()
+        self.worker = Worker(self.config, self.spec, self.group)
+        self.worker.load_model()
+        return time.monotonic() - started
+
+    @reporting
+    def measure_num_blocks(self) -> int:
+        return int(self.worker.measure_num_blocks())
+
+    @reporting
+    def allocate_cache(self, num_blocks: int) -> None:
+        self.worker.allocate_cache(num_blocks)
+
+    @reporting
+    def run(self, address: Address, token: str, engine_epoch: int) -> None:
+        """Answer the scheduler until it says goodbye. The end of this call tells others that the rank is gone."""
+        from cluster.rank_channel import RankChannel
+
+        channel = RankChannel.connect(
+            address,
+            token=token,
+            rank=self.place.rank,
+            name=self.place.name,
+            engine_epoch=engine_epoch,
+            config=self.config.cluster,
+        )
+        try:
+            channel.serve(self.worker.execute)
+        finally:
+            self.worker.close()
+
+
+class SchedulerActor:
+    """One replica's scheduler and engine loop. Never imports torch."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self.config: EngineConfig = config_from_dict(config)
+        self.listener: Listener | None = None
+        self.loop: EngineLoop | None = None
+
+    @reporting
+    def listen(self, host: str) -> Address:
+        """Bind and hold; `host` empty: this node's address, whatever node that is."""
+        from cluster import runtime
+
+        host = host or runtime.own_address()
+        self.listener = Listener(host)
+        return self.listener.address
+
+    @reporting
+    def start(self, model: EngineFacts, token: str) -> None:
+        """Build the scheduler and start the engine loop; ranks and ingresses may connect."""
+        from cluster.engine import EngineLoop
+        from scheduler.scheduler import Scheduler
+
+        assert self.listener is not None
+        scheduler = Scheduler(
+            self.config.scheduler,
+            self.config.cache,
+            num_blocks=model.num_blocks,
+            max_model_len=model.max_model_len,
+            vocab_size=model.vocab_size,
+            eos_token_ids=model.eos_token_ids,
+            cache_namespace=model.fingerprint,
+        )
+        self.loop = EngineLoop(
+            scheduler,
+            self.listener,
+            config=self.config,
+            token=token,
+            model=model.name,
+            max_model_len=model.max_model_len,
+            vocab_size=model.vocab_size,
+            num_ranks=self.config.parallel.tensor_parallel_size,
+        )
+        self.loop.start()
+
+    @reporting
+    def wait_until_healthy(self, timeout: float) -> None:
+        self._running().wait_until_healthy(timeout)
+
+    @reporting
+    def run(self) -> str:
+        """Wait for the end of the engine: the root error, or nothing if it was stopped."""
+        loop = self._running()
+        while (status := loop.status()).state not in ("failed", "stopped"):
+            time.sleep(STATUS_POLL_S)
+        return status.reason if status.state == "failed" else ""
+
+    @reporting
+    def status(self) -> Status:
+        return self._running().status()
+
+    @reporting
+    def fail(self, reason: str) -> None:
+        self._running().fail(reason)
+
+    @reporting
+    def drain(self, timeout: float) -> bool:
+        return self._running().drain(timeout)
+
+    @reporting
+    def stop(self) -> None:
+        self._running().stop()
+
+    def _running(self) -> EngineLoop:
+        assert self.loop is not None, "start comes first"
+        return self.loop
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineFacts:
+    """What a scheduler has to know of a model."""
+
+    name: str
+    fingerprint: str
+    num_blocks: int
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+
+
+class IngressActor:
+    """The HTTP door. Never imports torch."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self.config: EngineConfig = config_from_dict(config)
+        self.socket: socket.socket | None = None
+        self.server: Any = None
+
+    @reporting
+    def bind(self) -> int:
+        """Take the port before the model is loaded, and hold it."""
+        from cluster.preflight import listen
+
+        self.socket = listen(self.config.ingress.host, self.config.ingress.port)
+        return int(self.socket.getsockname()[1])
+
+    @reporting
+    def run(self, addresses: list[Address], token: str, model_directory: str, model_name: str) -> None:
+        """Serve HTTP until `stop`."""
+        import uvicorn
+
+        from cluster.frontend import Frontend
+        from cluster.ingress.app import create_app
+        from cluster.text.processor import TextProcessor
+
+        assert self.socket is not None, "bind comes first"
+        text = TextProcessor.from_directory(Path(model_directory))
+        frontend = Frontend(addresses, token=token, text=text, seed=self.config.model.seed)
+        app = create_app(frontend, self.config.ingress, model=model_name)
+        self.server = uvicorn.Server(
+            uvicorn.Config(
+                app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=INGRESS_FLUSH_S
+            )
+        )
+        asyncio.run(_serve_http(frontend, self.server, self.socket))
+
+    @reporting
+    def wait_until_serving(self, timeout: float) -> None:
+        deadline = time.monotonic() + timeout
+        while not (self.server and self.server.started):
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"HTTP does not answer after {timeout:g} s")
+            time.sleep(STATUS_POLL_S)
+
+    @reporting
+    def stop(self) -> None:
+        """Close the door, let answers that are complete reach their clients."""
+        if self.server:
+            self.server.should_exit = True
+
+
+async def _serve_http(frontend: Frontend, server: Any, bound: socket.socket) -> None:
+    """Not a method: one coroutine would make the whole actor asynchronous."""
+    async with frontend:
+        await server.serve(sockets=[bound])

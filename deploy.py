@@ -1,0 +1,3 @@
+from cluster.launch import main
+
+main()

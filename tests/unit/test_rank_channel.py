@@ -1,0 +1,100 @@
+"""The rank's end of the step channel: what it refuses, and when it gives up."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from cluster.errors import DeadlineExceeded, PeerClosed, ProtocolError
+from cluster.frames import STEP, FrameKind
+from cluster.rank_channel import RankChannel
+from cluster.transport import Connection
+from scheduler.codec import StepFormatError, decode_result, encode_plan
+from scheduler.output import StepPlan, StepResult, int32
+
+
+class Pair:
+    """A channel that serves in a thread, and the scheduler's end of it."""
+
+    def __init__(self, silence_timeout_s: float = 2.0) -> None:
+        left, right = socket.socketpair()
+        self.scheduler = Connection(right)
+        self.error: BaseException | None = None
+        self.channel = RankChannel(
+            Connection(left), engine_epoch=2, heartbeat_s=0.05, silence_timeout_s=silence_timeout_s, on_orphaned=str
+        )
+        self.thread = threading.Thread(target=self._serve, daemon=True)
+        self.thread.start()
+
+    def _serve(self) -> None:
+        try:
+            self.channel.serve(lambda plan: StepResult(plan.engine_epoch, plan.step, int32(), int32()))
+        except Exception as error:
+            self.error = error
+
+    def send(self, kind: FrameKind, payload: bytes = b"") -> None:
+        self.scheduler.send_frame(kind, payload, timeout=1.0)
+
+    def plan(self, step: int, epoch: int = 2) -> None:
+        self.send(FrameKind.PLAN, encode_plan(StepPlan(epoch, step)))
+
+    def end(self) -> BaseException | None:
+        self.thread.join(3.0)
+        assert not self.thread.is_alive()
+        return self.error
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    pair = Pair()
+    yield pair
+    pair.scheduler.close()
+    pair.end()
+
+
+def test_a_plan_is_answered_with_its_result_and_a_ping_with_the_last_step(pair: Pair) -> None:
+    pair.send(FrameKind.PING)
+    assert pair.scheduler.recv_frame(1.0) == (FrameKind.PONG, STEP.pack(-1))
+    pair.plan(7)
+    kind, payload = pair.scheduler.recv_frame(1.0)
+    assert (kind, decode_result(payload).step) == (FrameKind.RESULT, 7)
+    pair.send(FrameKind.PING)
+    assert pair.scheduler.recv_frame(1.0) == (FrameKind.PONG, STEP.pack(7))
+
+
+def test_shutdown_ends_the_service_in_order(pair: Pair) -> None:
+    pair.send(FrameKind.SHUTDOWN)
+    assert pair.end() is None
+
+
+@pytest.mark.parametrize(("step", "epoch", "reason"), [(9, 2, "step 9 after step 7"), (8, 3, "epoch 3")])
+def test_a_gap_or_another_epoch_is_reported_and_ends_the_service(
+    pair: Pair, step: int, epoch: int, reason: str
+) -> None:
+    pair.plan(7)
+    pair.scheduler.recv_frame(1.0)
+    pair.plan(step, epoch)
+    kind, payload = pair.scheduler.recv_frame(1.0)
+    assert kind is FrameKind.ERROR
+    assert reason in payload.decode()
+    assert isinstance(pair.end(), ProtocolError)
+
+
+def test_bytes_that_are_no_plan_are_reported(pair: Pair) -> None:
+    pair.send(FrameKind.PLAN, b"nonsense")
+    assert pair.scheduler.recv_frame(1.0)[0] is FrameKind.ERROR
+    assert isinstance(pair.end(), StepFormatError)
+
+
+def test_a_scheduler_that_is_gone_ends_the_service_at_once(pair: Pair) -> None:
+    pair.scheduler.close()
+    assert isinstance(pair.end(), PeerClosed)
+
+
+def test_a_scheduler_that_falls_silent_ends_the_service() -> None:
+    pair = Pair(silence_timeout_s=0.1)
+    assert isinstance(pair.end(), DeadlineExceeded)
+    pair.scheduler.close()
