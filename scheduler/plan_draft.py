@@ -1,11 +1,21 @@
-"""A step plan in the making: lists that the scheduler appends to, turned into the arrays of the contract at the end."""
+"""Step plans from the scheduler's side: one in the making, lists turned into arrays at the end, and those under way."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from scheduler.output import UNKNOWN_TOKEN, AdmittedSequence, StepPlan, int32
+from scheduler.output import UNKNOWN_TOKEN, AdmittedSequence, Int32, StepPlan, int32
 from scheduler.sequence import Sequence
+
+
+@dataclass(slots=True)
+class StepInFlight:
+    """A plan that was sent: who samples in it, in the order of the rows, and whose prompt it scores, by slot."""
+
+    step: int
+    slots: Int32
+    sampling: list[Sequence]
+    scoring: dict[int, Sequence]
 
 
 @dataclass(slots=True)
