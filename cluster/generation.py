@@ -72,7 +72,7 @@ class Generation:
         self.prompt_logprobs: TokenLogprobs | None = None
         self.accepted = asyncio.Event()  # or refused: see `error`
         self.error: RequestError | None = None
-        self.on_enough: Callable[[], None] = lambda: None  # called once no further token is wanted
+        self.on_enough: Callable[[int], None] = lambda index: None  # no further token of this text is wanted
         self._texts = [self._new_text(tokenizer) for _ in range(params.n)]
         self._pending: dict[int, Delta] = {}
         self._arrived = asyncio.Event()
@@ -120,8 +120,8 @@ class Generation:
         if logprobs is not None:
             delta.logprobs.append(logprobs)
         delta.finish_reason, delta.stop_reason = text.finish_reason, text.stop_reason
-        if delta.finish_reason is not None and finish_reason is None and self.is_finished:
-            self.on_enough()
+        if delta.finish_reason is not None and finish_reason is None:
+            self.on_enough(index)
         if delta.is_worth_sending:
             self._arrived.set()
 

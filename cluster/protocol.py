@@ -38,9 +38,10 @@ class Generate(_Message):
 
 
 class Abort(_Message):
-    """The client has gone or has had enough: forget the request. Unknown numbers are ignored."""
+    """The client has gone or has had enough: forget the request, or text `index` of it. Unknown numbers are ignored."""
 
     request_id: int
+    index: int | None = None
 
 
 class Accepted(_Message):

@@ -87,12 +87,15 @@ class ReplicaClient:
             raise InvalidRequest(f"a number or the prompt is too large: {error}") from error
         self._stream.send(frame)
         self.open[generation.request_id] = generation
-        generation.on_enough = lambda: self.abort(generation)
+        generation.on_enough = lambda index: self.abort(generation, index)
 
-    def abort(self, generation: Generation) -> None:
-        """Forget the request, here and there. Finished ones are no error."""
-        if self.open.pop(generation.request_id, None) is not None and self._stream is not None:
-            self._stream.send(encode_message(Abort(generation.request_id)))
+    def abort(self, generation: Generation, index: int | None = None) -> None:
+        """Forget the request, here and there, or only text `index` of it. Finished ones are no error."""
+        if generation.request_id not in self.open or self._stream is None:
+            return
+        self._stream.send(encode_message(Abort(generation.request_id, index)))
+        if index is None or generation.is_finished:
+            del self.open[generation.request_id]
 
     async def run(self) -> None:
         while True:

@@ -44,7 +44,16 @@ class IngressPeer:
     number: int
     name: str
     connection: QueuedConnection
-    open_sequences: dict[int, int] = field(default_factory=dict)  # request -> sequences that have not ended
+    open_texts: dict[int, set[int]] = field(default_factory=dict)  # request -> which of its n have not ended
+
+    def close(self, request_id: int, index: int | None) -> bool:
+        """Text `index` or all of them are over; True if any was open."""
+        texts = self.open_texts.get(request_id, set())
+        ended = {index} & texts if index is not None else set(texts)
+        texts -= ended
+        if not texts:
+            self.open_texts.pop(request_id, None)
+        return bool(ended)
 
 
 class Streams:
@@ -67,7 +76,7 @@ class Streams:
 
     @property
     def num_open(self) -> int:
-        return sum(len(peer.open_sequences) for peer in self._peers.values())
+        return sum(len(peer.open_texts) for peer in self._peers.values())
 
     def join(self, name: str, connection: QueuedConnection, status: Status) -> None:
         peer = IngressPeer(next(self._numbers), name, connection)
@@ -85,7 +94,7 @@ class Streams:
         for output in outputs:
             number, request_id = cast(tuple[int, int], output.request_id)
             peer = self._peers.get(number)
-            if peer is None or request_id not in peer.open_sequences:
+            if peer is None or request_id not in peer.open_texts:
                 continue  # aborted while the step was in flight
             batch = batches.get(number)
             if batch is None:
@@ -102,10 +111,10 @@ class Streams:
     def fail_all(self, reason: str) -> None:
         """Answer every open request with `reason`; the scheduler forgets them."""
         for peer in self._peers.values():
-            for request_id in peer.open_sequences:
+            for request_id in peer.open_texts:
                 self._scheduler.abort((peer.number, request_id))
                 self._reactor.send(peer.connection, encode_message(Failed(request_id, reason)))
-            peer.open_sequences.clear()
+            peer.open_texts.clear()
 
     def _append(self, batch: TokenBatch, peer: IngressPeer, request_id: int, output: SequenceOutput) -> None:
         row = len(batch.tokens)
@@ -120,21 +129,19 @@ class Streams:
             batch.prompt_logprobs[row] = pack_scores(output.prompt_logprobs)
         if output.finish_reason is not None:
             batch.ends[row] = output.finish_reason
-            peer.open_sequences[request_id] -= 1
-            if not peer.open_sequences[request_id]:
-                del peer.open_sequences[request_id]
+            peer.close(request_id, output.index)
 
     def _on_frames(self, peer: IngressPeer, frames: list[Frame]) -> None:
         for _, payload in frames:
             message = decode_from_ingress(payload)
             if isinstance(message, Abort):
-                if peer.open_sequences.pop(message.request_id, None) is not None:
-                    self._scheduler.abort((peer.number, message.request_id))
+                if peer.close(message.request_id, message.index):
+                    self._scheduler.abort((peer.number, message.request_id), message.index)
             else:
                 self._reactor.send(peer.connection, encode_message(self._take(peer, message)))
 
     def _take(self, peer: IngressPeer, message: Generate) -> Accepted | Refused:
-        if message.request_id in peer.open_sequences:
+        if message.request_id in peer.open_texts:
             raise ProtocolError(f"request {message.request_id} of {peer.name} is open already")
         reason = self._refusal()
         if reason is not None:
@@ -147,7 +154,7 @@ class Streams:
         except ValueError as error:
             kind, reason = "invalid", str(error)
         else:
-            peer.open_sequences[message.request_id] = message.sampling.n
+            peer.open_texts[message.request_id] = set(range(message.sampling.n))
             return Accepted(message.request_id)
         return Refused(message.request_id, kind, reason)
 
@@ -163,7 +170,7 @@ class Streams:
         )
 
     def _on_lost(self, peer: IngressPeer, error: TransportError) -> None:
-        log.info("%s left with %d requests open: %s", peer.name, len(peer.open_sequences), error)
+        log.info("%s left with %d requests open: %s", peer.name, len(peer.open_texts), error)
         del self._peers[peer.number]
-        for request_id in peer.open_sequences:
+        for request_id in peer.open_texts:
             self._scheduler.abort((peer.number, request_id))
