@@ -7,20 +7,19 @@ never has to import what raised them. `workers` and torch are imported by `Worke
 from __future__ import annotations
 
 import asyncio
-import functools
 import os
 import socket
 import time
-import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any
 
-from cluster.exit_codes import DeploymentError, ModelError
+from cluster.exit_codes import PlacementError
 from cluster.identity import Identity, base_versions, model_fingerprint, source_root
 from cluster.preparation import run_preparation
 from cluster.protocol import Status
+from cluster.reporting import reporting
 from cluster.transport import Address, Listener
 from configs.build import config_from_dict
 
@@ -29,52 +28,11 @@ if TYPE_CHECKING:
     from cluster.frontend import Frontend
     from configs.schema import EngineConfig
 
-P = ParamSpec("P")
-T = TypeVar("T")
-
 STATUS_POLL_S = 0.05
 INGRESS_FLUSH_S = 5
 DEFAULT_RANK_ENV = {"OMP_WAIT_POLICY": "PASSIVE"}
 """A thread that spins for the next piece of work is worth little alone, and steals from the scheduler, the ingress and
 every neighbour: on a busy machine of two cores it makes a step ten times as long."""
-
-
-class ReportedError(Exception):
-    """An error of another process, as text. `is_consequence`: it only says that a peer was lost."""
-
-    def __init__(self, message: str, is_consequence: bool = False) -> None:
-        super().__init__(message, is_consequence)
-        self.message = message
-        self.is_consequence = is_consequence
-
-    def __str__(self) -> str:
-        return self.message
-
-
-def reporting(method: Callable[P, T]) -> Callable[P, T]:
-    """Log the traceback here, raise something that every process can read."""
-
-    @functools.wraps(method)
-    def wrapped(*args: P.args, **kwargs: P.kwargs) -> T:
-        try:
-            return method(*args, **kwargs)
-        except DeploymentError:
-            raise
-        except Exception as error:
-            traceback.print_exc()
-            raise _reported(error) from None
-
-    return wrapped
-
-
-def _reported(error: Exception) -> Exception:
-    text = " ".join(str(error).split()) or "no message"
-    if isinstance(error, ValueError):
-        return ModelError(text)
-    place = traceback.extract_tb(error.__traceback__)[-1]
-    is_consequence = isinstance(error, (ConnectionError, TimeoutError)) or type(error).__name__ == "ParallelError"
-    where = f"{Path(place.filename).name}:{place.lineno}"
-    return ReportedError(f"{type(error).__name__}: {text} ({where})", is_consequence)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,7 +73,7 @@ class WorkerActor:
 
         accelerators = runtime.own_accelerators()  # asked before torch freezes its list of devices
         if self.place.device == "cuda" and not accelerators:
-            raise DeploymentError(f"{self.place.name} was given no GPU by Ray; set worker.device=cpu or free a GPU")
+            raise PlacementError(f"{self.place.name} was given no GPU by Ray; set worker.device=cpu or free a GPU")
         device = describe_device(self.place.device, num_threads=self.place.num_threads)
         return Identity(
             rank=self.place.rank,

@@ -9,11 +9,12 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cluster.actors import EngineFacts, IngressActor, RankPlace, SchedulerActor, WorkerActor
+from cluster.deployment import Deployment, Replica, served_name
 from cluster.exit_codes import ModelError
 from cluster.identity import Identity, base_versions, check_same, source_root
 from cluster.phases import Phases
@@ -26,50 +27,10 @@ from configs.model_spec import ModelSpec
 from configs.schema import EngineConfig
 
 if TYPE_CHECKING:
-    from cluster.runtime import Actor, Group, Runtime
-    from cluster.transport import Address
+    from cluster.runtime import Runtime
 
 ENGINE_EPOCH = 0
 PATIENCE_S = 1.0
-
-
-@dataclass(slots=True, eq=False)
-class Replica:
-    """One scheduler and its ranks."""
-
-    index: int
-    group: Group
-    plan: GroupPlan
-    ranks: list[Actor] = field(default_factory=list)
-    scheduler: Actor | None = None
-    address: Address | None = None
-    rank_runs: list[Call] = field(default_factory=list)
-    scheduler_run: Call | None = None
-    num_blocks: int = 0
-
-
-@dataclass(slots=True, eq=False)
-class Deployment:
-    """What runs, and how to reach it."""
-
-    config: EngineConfig
-    runtime: Runtime
-    token: str
-    engine_id: str
-    model_name: str
-    model_directory: Path
-    replicas: list[Replica] = field(default_factory=list)
-    ingress: Actor | None = None
-    ingress_run: Call | None = None
-    url: str = ""
-
-    @property
-    def addresses(self) -> list[Address]:
-        return [replica.address for replica in self.replicas if replica.address is not None]
-
-
-def served_name(config: EngineConfig) -> str:
-    return config.model.served_name or Path(config.model.path.rstrip("/")).name.removesuffix(".gguf")
 
 
 class BringUp:

@@ -14,7 +14,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from cluster.bringup import BringUp, Deployment, Replica
+from cluster.bringup import BringUp
+from cluster.deployment import Deployment, Replica
 from cluster.exit_codes import DeploymentError, EngineLostError
 from cluster.phases import Phases, StopRequest
 from cluster.waiting import CONSEQUENCES_S, ActorLostError, Call, CallFailedError

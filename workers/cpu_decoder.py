@@ -29,7 +29,6 @@ from workers.kernels.cpu.library import (
 )
 from workers.kv_cache import KVCache
 from workers.layers.attention import SelfAttention
-from workers.layers.embedding import VocabParallelEmbedding
 from workers.layers.mlp import GatedMLP
 from workers.layers.rotary import RotaryEmbedding, inverse_frequencies
 from workers.models.decoder import CausalLM
@@ -75,6 +74,7 @@ class CpuDecoder:
         self._pool = Pool(kernels, num_threads)
         self._packer = _Packer(kernels, self._pool, weight_format)
         self._part_sizes = model.lm_head.part_sizes
+        self._embedding_bytes = 0
         self._keep: list[object] = []  # what C++ holds addresses of
         self._layers = (CLayer * spec.num_layers)()
         for packed, layer in zip(self._layers, model.model.layers, strict=True):
@@ -94,6 +94,11 @@ class CpuDecoder:
     @property
     def packed_bytes(self) -> PackedBytes:
         return PackedBytes(dict(self._packer.num_bytes))
+
+    @property
+    def step_bytes(self) -> int:
+        """Bytes of weights that a step with logits reads."""
+        return sum(self._packer.num_bytes.values()) - self._embedding_bytes
 
     def __call__(self, token_ids: Tensor, positions: Tensor, kv: KVCache, meta: AttentionMetadata) -> Tensor:
         """token_ids [T], positions [T] -> [T, hidden]; the step's K/V are in the cache afterwards."""
@@ -176,6 +181,7 @@ class CpuDecoder:
         embedding = head
         if not tied or head.format is Format.INT8:
             embedding = self._packer.pack_unquantised(embedding_weight)
+            self._embedding_bytes = embedding.num_bytes  # of which a step reads a few rows
         self._keep += [head, embedding]
         _empty(embedding_weight)
         if not tied:
@@ -184,14 +190,14 @@ class CpuDecoder:
 
     def _describe(self, model: CausalLM) -> CDescription:
         spec, group = self._spec, self._group
-        embed_tokens = cast(VocabParallelEmbedding, model.model.embed_tokens)
-        first = cast(SelfAttention, model.model.layers[0])
+        embed_tokens = model.model.embed_tokens
+        first: Any = model.model.layers[0]
         shard = first.self_attn.shard
         embedding, head = self._pack_vocabulary(model)
         description = CDescription(
             num_layers=spec.num_layers,
             hidden=spec.hidden_size,
-            inner=cast(Any, first).mlp.down_proj.weight.pieces[0].columns.__len__(),
+            inner=len(first.mlp.down_proj.weight.pieces[0].columns),
             num_heads=shard.num_heads,
             num_kv_heads=shard.num_kv_heads,
             head_dim=spec.head_dim,
@@ -221,9 +227,8 @@ class CpuDecoder:
         description.num_ropes = len(ropes)
         for i, rope in enumerate(ropes):
             dynamic = rope.kind == "dynamic"
-            self._ropes.append(
-                RotaryEmbedding(rope, spec.head_dim, dtype=torch.float32, device=torch.device("cpu")) if dynamic else None
-            )
+            made_here = RotaryEmbedding(rope, spec.head_dim, dtype=torch.float32, device=torch.device("cpu"))
+            self._ropes.append(made_here if dynamic else None)
             description.rope_factors[i] = rope.attention_factor
             if not dynamic:
                 description.rope_frequencies[i] = self._vector(inverse_frequencies(rope, spec.head_dim))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 import time
@@ -22,9 +23,7 @@ def server(serve) -> Served:
 def wait_until_idle(server: Served, timeout: float = 5.0) -> bool:
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:
-        if all(
-            replica["running"] == replica["waiting"] == 0 for replica in server.get("/health").body["replicas"]
-        ):
+        if all(replica["running"] == replica["waiting"] == 0 for replica in server.get("/health").body["replicas"]):
             return True
         time.sleep(0.02)
     return False
@@ -95,9 +94,9 @@ def test_neither_scheduler_nor_ingress_has_loaded_torch(server):
     assert "libtorch" in Path(f"/proc/{worker}/maps").read_text()
 
 
-def test_ranks_run_at_ordinary_priority(server):
+def test_ranks_run_at_the_priority_of_their_driver(server):
     (worker,) = server.pids_of("WorkerActor")
-    assert Path(f"/proc/{worker}/stat").read_text().rpartition(")")[2].split()[16] == "0"
+    assert Path(f"/proc/{worker}/stat").read_text().rpartition(")")[2].split()[16] == str(os.nice(0))
 
 
 def test_sigterm_lets_running_requests_finish_refuses_new_ones_and_leaves_nothing(server):

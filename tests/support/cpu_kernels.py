@@ -10,7 +10,15 @@ from torch import Tensor
 
 from workers.attention.base import AttentionMetadata
 from workers.kernels.cpu.build import KernelsUnavailable, find_compiler, supported_variants
-from workers.kernels.cpu.library import CAttentionCall, CpuKernels, PackedMatrix, Pool, Then, describe_cache, load_kernels
+from workers.kernels.cpu.library import (
+    CAttentionCall,
+    CpuKernels,
+    PackedMatrix,
+    Pool,
+    Then,
+    describe_cache,
+    load_kernels,
+)
 
 
 def variants_here() -> list[str]:
@@ -25,7 +33,9 @@ def variants_here() -> list[str]:
 loaded = functools.cache(load_kernels)
 
 
-def linear(kernels: CpuKernels, pool: Pool, matrix: PackedMatrix, x: Tensor, num_columns: int, then: Then, cap: float = 0.0) -> Tensor:
+def linear(
+    kernels: CpuKernels, pool: Pool, matrix: PackedMatrix, x: Tensor, num_columns: int, then: Then, cap: float = 0.0
+) -> Tensor:
     out = torch.full((len(x), num_columns), 1.0 if then is Then.ADD else torch.nan)
     kernels.linear(pool.handle, matrix.handle, x.data_ptr(), len(x), int(then), cap, out.data_ptr())
     return out
@@ -37,7 +47,9 @@ def rms_norm(kernels: CpuKernels, x: Tensor, weight: Tensor, eps: float) -> Tens
     return out
 
 
-def store_kv(kernels: CpuKernels, pool: Pool, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
+def store_kv(
+    kernels: CpuKernels, pool: Pool, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor
+) -> None:
     num_tokens, num_kv_heads, head_dim = k.shape
     cache = describe_cache(k_cache, v_cache)
     kernels.store_kv(

@@ -24,8 +24,8 @@ from typing import IO, Any, Self
 ROOT = Path(__file__).resolve().parents[2]
 MARK = "ANTIPHON_TEST_MARK"
 START_TIMEOUT_S = 90.0
-RAYS_OWN = ("ray::DashboardAgent", "ray::RuntimeEnvAgent", "ray-dashboard", "ray::IDLE")
-"""Helpers of a Ray node that look for their parent only every few seconds."""
+RAYS_AGENTS = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
+"""Two helpers of a Ray node that may spend a minute on reporting the death of their parent before they leave."""
 
 
 def processes_marked(mark: str) -> dict[int, str]:
@@ -127,13 +127,13 @@ class Served:
     def wait(self, timeout: float) -> int:
         return self.process.wait(timeout)
 
-    def wait_until_gone(self, timeout: float, *, ours_only: bool = False) -> dict[int, str]:
-        """What is left of the deployment after at most `timeout` seconds; `ours_only` leaves Ray's helpers out."""
+    def wait_until_gone(self, timeout: float, *, but_agents: bool = False) -> dict[int, str]:
+        """What is left of the deployment after at most `timeout` seconds; `but_agents` leaves Ray's out."""
         deadline = time.monotonic() + timeout
         while True:
             left = self.processes()
-            if ours_only:
-                left = {pid: command for pid, command in left.items() if not command.startswith(RAYS_OWN)}
+            if but_agents:
+                left = {pid: command for pid, command in left.items() if not command.startswith(RAYS_AGENTS)}
             if not left or time.monotonic() > deadline:
                 return left
             time.sleep(0.1)

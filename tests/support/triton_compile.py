@@ -1,7 +1,7 @@
 """Compiling Triton kernels for a GPU that is not there, by the very launches that would run them.
 
-Within `compiling_for` a launch compiles its kernel for the given architecture and starts nothing; tensors may be on the CPU.
-Must not share a process with `tests.support.triton_interpreter`.
+Within `compiling_for` a launch compiles its kernel for the given architecture and starts nothing; tensors may be on
+the CPU. Must not share a process with `tests.support.triton_interpreter`.
 """
 
 from __future__ import annotations

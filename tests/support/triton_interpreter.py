@@ -1,15 +1,20 @@
 """Triton's interpreter, for tests: kernels run on the CPU, one program after another. Import before any kernel.
 
-Triton reads the variable when a kernel is decorated, so the first import decides for the whole process.
+Triton reads the variable when a kernel is decorated, its own library's included, so the first import decides for the
+whole process. Skips the module that imports this where Triton is not installed.
 """
 
 from __future__ import annotations
 
 import os
+import sys
 
+import pytest
+
+assert "triton" not in sys.modules or os.environ.get("TRITON_INTERPRET") == "1", "Triton was imported without it"
 os.environ["TRITON_INTERPRET"] = "1"
 
-import triton.runtime.interpreter as interpreter
+interpreter = pytest.importorskip("triton.runtime.interpreter")
 
 _patch_lang_tensor = interpreter._patch_lang_tensor
 

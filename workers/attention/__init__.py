@@ -1,6 +1,7 @@
 """The attention backends and the choice among them, made once at start.
 
-A new backend is one file and one line in `_BACKENDS`; its module is imported only when it is considered.
+A new backend is one file and one line in `_BACKENDS`; its module is imported only when it is considered. Two names
+joined by a plus, as in "fa4+triton", take the prefill rows from the first and the decode rows from the second.
 """
 
 from __future__ import annotations
@@ -18,6 +19,10 @@ log = logging.getLogger(__name__)
 
 # In order of preference: the first one that can serve the model is chosen. The reference can serve every model.
 _BACKENDS = {
+    "fa3": "workers.attention.flash:Flash3Backend",
+    "fa4": "workers.attention.flash:Flash4Backend",
+    "flash_attn": "workers.attention.flash:Flash2Backend",
+    "triton": "workers.attention.triton_paged:TritonPagedBackend",
     "reference": "workers.attention.reference:ReferenceBackend",
 }
 
@@ -36,6 +41,14 @@ def choose_backend(
     Raises:
         ValueError: no such backend, or it cannot serve the model here; the message says why.
     """
+    if "+" in name:
+        parts = [
+            choose_backend(
+                part, device=device, dtype=dtype, head_dim=head_dim, block_size=block_size, soft_cap=soft_cap
+            )
+            for part in name.split("+", 1)
+        ]
+        return _pair(parts[0], parts[1])
     if name != "auto" and name not in _BACKENDS:
         raise ValueError(f"worker.attention_backend is {name!r}; give auto or one of {', '.join(_BACKENDS)}")
     refusals: list[str] = []
@@ -45,10 +58,19 @@ def choose_backend(
             device=device, dtype=dtype, head_dim=head_dim, block_size=block_size, soft_cap=soft_cap
         )
         if reason is None:
-            log.info("attention backend: %s%s", candidate, f" ({'; '.join(refusals)})" if refusals else "")
+            skipped = f" ({'; '.join(refusals)})" if refusals and device.type != "cpu" else ""
+            log.info("attention backend: %s%s", candidate, skipped)
             return backend()
         refusals.append(f"{candidate}: {reason}")
     raise ValueError(f"worker.attention_backend {name!r} cannot serve this model here: {'; '.join(refusals)}")
+
+
+def _pair(prefill: AttentionBackend, decode: AttentionBackend) -> AttentionBackend:
+    from workers.attention.triton_paged import PairedBackend, TritonPagedBackend
+
+    if not isinstance(prefill, TritonPagedBackend) or not isinstance(decode, TritonPagedBackend):
+        raise ValueError(f"worker.attention_backend cannot join {prefill.name} and {decode.name}; give one alone")
+    return PairedBackend(prefill, decode)
 
 
 def _load(name: str) -> type[AttentionBackend]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -84,6 +85,7 @@ class AttentionBackend(ABC):
     """
 
     name: str
+    capturable: ClassVar[bool] = False  # whether a CUDA graph may hold its decode rows: it reads nothing back
 
     @classmethod
     def unavailable_reason(

@@ -1,12 +1,11 @@
 """Paged attention by this project's own Triton kernels: every block size, window, soft cap and group of heads.
 
-Prefill rows and decode rows are two launches. The decode rows' work list is made on the device once per step and window; the
-buffers of partial results serve all layers. Imports Triton only when it is asked to run.
+Prefill rows and decode rows are two launches. The decode rows' work list is made on the device once per step and
+window; the buffers of partial results serve all layers. Imports Triton only when it is asked to run.
 """
 
 from __future__ import annotations
 
-import os
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
@@ -27,21 +26,23 @@ class TritonPagedBackend(AttentionBackend):
     """Reads no place of the cache that was not written for the sequence at hand; never waits for the device."""
 
     name = "triton"
+    capturable = True
 
     def __init__(self) -> None:
         self._meta: AttentionMetadata | None = None
         self._plans: dict[tuple[int | None, int], SplitPlan] = {}
         self._partials: Partials | None = None
+        self._captured: set[Partials] = set()
 
     @classmethod
     def unavailable_reason(
         cls, *, device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int, soft_cap: bool
     ) -> str | None:
-        if device.type != "cuda" and not _is_interpreted():
+        if device.type != "cuda":
             return f"it needs a CUDA device, not {device.type}"
         if find_spec("triton") is None:
             return "triton is not installed (pip install triton)"
-        if device.type == "cuda" and torch.cuda.get_device_capability(device) < SMALLEST_CAPABILITY:
+        if torch.cuda.get_device_capability(device) < SMALLEST_CAPABILITY:
             return f"it needs compute capability {SMALLEST_CAPABILITY[0]}.{SMALLEST_CAPABILITY[1]} or newer"
         if dtype not in DTYPES:
             return f"it has no kernels for {dtype}"
@@ -151,22 +152,27 @@ class TritonPagedBackend(AttentionBackend):
         found = self._plans.get((window, num_kv_heads))
         if found is None:
             seq_lens = meta.seq_lens[meta.num_prefill_seqs :]
-            found = plan_splits(
-                seq_lens, num_kv_heads=num_kv_heads, window=window, device=device_of(seq_lens.device)
-            )
+            found = plan_splits(seq_lens, num_kv_heads=num_kv_heads, window=window, device=device_of(seq_lens.device))
             self._plans[window, num_kv_heads] = found
         return found
 
     def _partials_for(self, plan: SplitPlan, q: Tensor) -> Partials:
-        """Large enough for the largest step so far. A graph keeps the pair that it was captured with alive itself."""
+        """Large enough for the largest step so far. What a graph was captured with is kept as long as this backend."""
         from workers.kernels.triton.decode import Partials
 
         needed, held = plan.items.shape[0], self._partials
         if held is None or held.out.shape[0] < needed or held.out.shape[1:] != q.shape[1:]:
             held = self._partials = Partials.allocate(needed, q.shape[1], q.shape[2], q.device)
+        if q.is_cuda and torch.cuda.is_current_stream_capturing():
+            self._captured.add(held)
         return held
 
 
-def _is_interpreted() -> bool:
-    """Whether kernels run in Triton's interpreter, on the CPU, as the tests have it."""
-    return os.environ.get("TRITON_INTERPRET") == "1"
+class PairedBackend(TritonPagedBackend):
+    """The prefill rows by one backend, the decode rows by another."""
+
+    def __init__(self, prefill: TritonPagedBackend, decode: TritonPagedBackend) -> None:
+        super().__init__()
+        self.name = f"{prefill.name}+{decode.name}"
+        self.prefill = prefill.prefill  # type: ignore[method-assign]
+        self.decode = decode.decode  # type: ignore[method-assign]

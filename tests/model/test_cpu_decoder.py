@@ -1,0 +1,211 @@
+"""The C++ decoder gives the PyTorch model's logits: every architecture, chunked and decoded, on any number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from configs.model_spec import ModelSpec
+from configs.sharding import split_heads
+from tests.support.cpu_kernels import loaded, variants_here
+from tests.support.thread_group import run_ranks
+from tests.support.tiny_models import TINY_MODELS, VOCAB_SIZE, save_tiny_model
+from workers.attention.base import AttentionMetadata
+from workers.attention.reference import ReferenceBackend
+from workers.cpu_decoder import CpuDecoder
+from workers.kv_cache import KVCache
+from workers.models import CausalLM, build_model
+from workers.parallel import ParallelError, ParallelGroup, SingleProcessGroup
+from workers.weights import load_weights
+
+NUM_SEQS, BLOCKS_PER_SEQ = 4, 20
+BEST = variants_here()[:1]
+# New tokens of each sequence, step by step: whole prompts, chunks of them, decodes, and all of these in one step.
+STEPS = ([40, 0, 7, 1], [30, 50, 1, 1], [1, 1, 20, 1], [1, 1, 1, 1], [1, 40, 1, 1], [1, 1, 1, 1])
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    saved: dict[str, Path] = {}
+
+    def get(name: str) -> Path:
+        if name not in saved:
+            saved[name] = save_tiny_model(name, tmp_path_factory.mktemp(name))
+        return saved[name]
+
+    return get
+
+
+def load(directory: Path, group: ParallelGroup, dtype: torch.dtype = torch.float32) -> tuple[CausalLM, ModelSpec]:
+    spec = ModelSpec.from_directory(directory)
+    model = build_model(spec, group, ReferenceBackend(), dtype, "cpu")
+    load_weights(model, spec)
+    return model, spec
+
+
+def decoder(directory: Path, group: ParallelGroup, variant: str, **options) -> CpuDecoder:
+    model, spec = load(directory, group)
+    options = {"num_threads": 2, "weight_format": "float32"} | options
+    return CpuDecoder(model, spec, group, loaded(variant), **options)
+
+
+def poisoned_cache(spec: ModelSpec, group: ParallelGroup, *, block_size: int = 16, dtype=torch.float32) -> KVCache:
+    shard = split_heads(spec.num_heads, spec.num_kv_heads, group.size)[group.rank]
+    cache = KVCache.allocate(
+        num_layers=spec.num_layers,
+        num_blocks=NUM_SEQS * BLOCKS_PER_SEQ,
+        block_size=block_size,
+        num_kv_heads=shard.num_kv_heads,
+        head_dim=spec.head_dim,
+        dtype=dtype,
+        device="cpu",
+    )
+    for tensor in (*cache.k, *cache.v):
+        tensor.fill_(torch.nan)
+    return cache
+
+
+@torch.inference_mode()
+def run_steps(model: CausalLM | CpuDecoder, cache: KVCache) -> Tensor:
+    """Logits of every token of every step."""
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, VOCAB_SIZE, (NUM_SEQS, 150), generator=generator)
+    done = [0] * NUM_SEQS
+    logits = []
+    for step in STEPS:
+        seqs = sorted((s for s in range(NUM_SEQS) if step[s]), key=lambda s: step[s] == 1)
+        ends = [done[s] + step[s] for s in seqs]
+        meta = AttentionMetadata.from_lists(
+            [step[s] for s in seqs],
+            ends,
+            [list(range(s * BLOCKS_PER_SEQ, (s + 1) * BLOCKS_PER_SEQ)) for s in seqs],
+            block_size=cache.block_size,
+            num_decodes=sum(step[s] == 1 for s in seqs),
+        )
+        positions = torch.cat([torch.arange(done[s], end) for s, end in zip(seqs, ends, strict=True)])
+        meta = replace(meta, rope_lens=positions + 1)
+        token_ids = torch.cat([tokens[s, done[s] : end] for s, end in zip(seqs, ends, strict=True)])
+        logits.append(model.compute_logits(model(token_ids, positions, cache, meta)).clone())
+        for s, end in zip(seqs, ends, strict=True):
+            done[s] = end
+    return torch.cat(logits)
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoint: Callable[[str], Path]) -> Callable[[str], Tensor]:
+    known: dict[str, Tensor] = {}
+
+    def get(name: str) -> Tensor:
+        if name not in known:
+            group = SingleProcessGroup()
+            model, spec = load(checkpoint(name), group)
+            known[name] = run_steps(model, poisoned_cache(spec, group))
+        return known[name]
+
+    return get
+
+
+def assert_same_logits(actual: Tensor, expected: Tensor, tolerance: float = 1e-5) -> None:
+    assert actual.shape == expected.shape and actual.dtype == torch.float32
+    assert not actual.isnan().any()
+    assert (actual - expected).abs().max() <= tolerance * expected.abs().max()
+    assert torch.equal(actual.argmax(-1), expected.argmax(-1))
+
+
+@pytest.mark.parametrize("variant", variants_here())
+@pytest.mark.parametrize("name", TINY_MODELS)
+def test_every_architecture_has_the_logits_of_pytorch(name, variant, checkpoint, expected):
+    group = SingleProcessGroup()
+    for num_threads, block_size in ((1, 9), (2, 16)):
+        model = decoder(checkpoint(name), group, variant, num_threads=num_threads)
+        cache = poisoned_cache(ModelSpec.from_directory(checkpoint(name)), group, block_size=block_size)
+        assert_same_logits(run_steps(model, cache), expected(name))
+
+
+@pytest.mark.parametrize("variant", BEST)
+@pytest.mark.parametrize("name", ["llama-biases", "smollm2", "gemma3", "qwen3"])
+@pytest.mark.parametrize("num_ranks", [2, 3, 11])
+def test_ranks_have_the_logits_of_one_process(name, variant, num_ranks, checkpoint, expected):
+    """With 11 ranks some hold no head, and some nothing at all of the vocabulary."""
+
+    def work(group: ParallelGroup) -> Tensor:
+        model = decoder(checkpoint(name), group, variant, num_threads=1)
+        return run_steps(model, poisoned_cache(ModelSpec.from_directory(checkpoint(name)), group))
+
+    for of_rank in run_ranks(num_ranks, work):
+        assert_same_logits(of_rank, expected(name), 2e-5)
+
+
+@pytest.mark.parametrize("variant", variants_here())
+def test_sixteen_bits_are_as_near_as_those_of_pytorch(variant, checkpoint, expected):
+    group = SingleProcessGroup()
+    for name in ("smollm2", "gemma3"):
+        of_pytorch, spec = load(checkpoint(name), group, torch.bfloat16)
+        theirs = run_steps(of_pytorch, poisoned_cache(spec, group, dtype=torch.bfloat16))
+        ours = run_steps(
+            decoder(checkpoint(name), group, variant, weight_format="bfloat16"),
+            poisoned_cache(spec, group, dtype=torch.bfloat16),
+        )
+        assert (ours - expected(name)).abs().mean() < 1.1 * (theirs - expected(name)).abs().mean()
+
+
+@pytest.mark.parametrize("variant", variants_here())
+def test_eight_bits_stay_near(variant, checkpoint, expected):
+    group = SingleProcessGroup()
+    for name in ("smollm2", "gemma3"):
+        model = decoder(checkpoint(name), group, variant, weight_format="int8")
+        actual = run_steps(model, poisoned_cache(ModelSpec.from_directory(checkpoint(name)), group))
+        error = (actual - expected(name)).pow(2).mean().sqrt() / expected(name).std()
+        assert error < 0.07
+
+
+@pytest.mark.parametrize("variant", BEST)
+def test_float32_weights_that_are_bfloat16_numbers_take_half_the_memory(variant, checkpoint, expected):
+    group = SingleProcessGroup()
+    model, spec = load(checkpoint("smollm2"), group)
+    for parameter in model.parameters():
+        parameter.data = parameter.bfloat16().float()
+    theirs = run_steps(model, poisoned_cache(spec, group))
+    packed = CpuDecoder(model, spec, group, loaded(variant), num_threads=1, weight_format="float32")
+    assert list(packed.packed_bytes.by_format) == ["bfloat16"]
+    assert_same_logits(run_steps(packed, poisoned_cache(spec, group)), theirs)
+    assert max(parameter.numel() for parameter in model.parameters()) == spec.hidden_size, "only norms are left"
+
+
+@pytest.mark.parametrize("variant", BEST)
+def test_another_cache_starts_anew(variant, checkpoint, expected):
+    group = SingleProcessGroup()
+    model = decoder(checkpoint("smollm2"), group, variant)
+    spec = ModelSpec.from_directory(checkpoint("smollm2"))
+    for block_size in (16, 32):
+        cache = poisoned_cache(spec, group, block_size=block_size)
+        assert_same_logits(run_steps(model, cache), expected("smollm2"))
+
+
+@pytest.mark.parametrize("variant", BEST)
+def test_a_lost_peer_ends_the_step_with_its_error(variant, checkpoint):
+    class Lonely(SingleProcessGroup):
+        size = 2
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.size = 2
+
+        def all_reduce(self, x: Tensor) -> Tensor:
+            raise ParallelError("rank 0 lost a peer")
+
+    group = Lonely()
+    model = decoder(checkpoint("smollm2"), group, variant)
+    cache = poisoned_cache(ModelSpec.from_directory(checkpoint("smollm2")), group)
+    with pytest.raises(ParallelError, match="lost a peer"):
+        run_steps(model, cache)

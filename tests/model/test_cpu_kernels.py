@@ -1,0 +1,227 @@
+"""Every CPU kernel against PyTorch, in every instruction set that this machine can run, on one thread and on two."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.support.cpu_kernels import attend, linear, loaded, rms_norm, store_kv, variants_here
+from workers.attention.base import AttentionMetadata
+from workers.attention.reference import ReferenceBackend
+from workers.kernels.cpu.library import Format, PackedMatrix, Pool, Then
+
+SHAPES = [(96, 64), (40, 24), (7, 5), (33, 130), (1, 1)]  # outputs, inputs
+ROWS = (1, 2, 5, 12, 13, 16, 17, 33, 70)
+TOLERANCE = {Format.FLOAT32: 2e-6, Format.BFLOAT16: 2e-6, Format.INT8: 2e-2}
+
+
+@pytest.fixture(scope="module", params=variants_here())
+def kernels(request):
+    return loaded(request.param)
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["1-thread", "2-threads"])
+def pool(request, kernels):
+    return Pool(kernels, request.param)
+
+
+def random(*shape, seed=0, scale=1.0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * scale
+
+
+def assert_near(actual, expected, tolerance):
+    """Within a share of the largest number expected."""
+    assert not actual.isnan().any()
+    assert (actual - expected).abs().max() <= tolerance * expected.abs().max()
+
+
+@pytest.mark.parametrize("weight_format", Format)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_products_of_any_number_of_rows_equal_those_of_pytorch(kernels, pool, weight_format, shape):
+    weight, bias = random(*shape, scale=0.1), random(shape[0], seed=1)
+    if weight_format is Format.BFLOAT16:
+        weight = weight.bfloat16().float()
+    matrix = PackedMatrix(kernels, pool, weight, bias, format=weight_format, exact=True)
+    for num_rows in ROWS:
+        x = random(num_rows, shape[1], seed=num_rows)
+        actual = linear(kernels, pool, matrix, x, shape[0], Then.STORE)
+        assert_near(actual, F.linear(x, weight, bias), TOLERANCE[weight_format])
+
+
+def test_bfloat16_may_round_activations_but_not_sums(kernels, pool):
+    weight = random(64, 576, scale=0.1).bfloat16().float()
+    matrix = PackedMatrix(kernels, pool, weight, format=Format.BFLOAT16)
+    for num_rows in (1, 16, 40):
+        x = random(num_rows, 576, seed=num_rows)
+        actual = linear(kernels, pool, matrix, x, 64, Then.STORE)
+        error = (actual - F.linear(x, weight)).abs().max()
+        of_rounding = (F.linear(x.bfloat16().float(), weight) - F.linear(x, weight)).abs().max()
+        assert error <= 1.01 * of_rounding + 1e-5
+
+
+@pytest.mark.parametrize("weight_format", Format)
+@pytest.mark.parametrize("then", [Then.SILU_TIMES_UP, Then.GELU_TIMES_UP])
+@pytest.mark.parametrize("inner", [64, 40, 3])
+def test_gated_products_equal_those_of_pytorch(kernels, pool, weight_format, then, inner):
+    weight = random(2 * inner, 48, scale=0.2).bfloat16().float()
+    bias = random(2 * inner, seed=1)
+    matrix = PackedMatrix(kernels, pool, weight, bias, format=weight_format, gated=True, exact=True)
+    for num_rows in (1, 13, 32):
+        x = random(num_rows, 48, seed=num_rows)
+        gate, up = F.linear(x, weight, bias).chunk(2, dim=-1)
+        activated = F.silu(gate) if then is Then.SILU_TIMES_UP else F.gelu(gate, approximate="tanh")
+        actual = linear(kernels, pool, matrix, x, inner, then)
+        assert_near(actual, activated * up, max(TOLERANCE[weight_format], 3e-6))
+
+
+def test_activations_hold_far_from_zero(kernels, pool):
+    x = torch.tensor([[-1e4], [-200.0], [-90.0], [-20.0], [-1e-4], [0.0], [1e-4], [20.0], [90.0], [1e4]])
+    matrix = PackedMatrix(kernels, pool, torch.ones(2, 1), format=Format.FLOAT32, gated=True)
+    for then, function in ((Then.SILU_TIMES_UP, F.silu), (Then.GELU_TIMES_UP, lambda g: F.gelu(g, approximate="tanh"))):
+        expected = function(x.double()) * x
+        torch.testing.assert_close(linear(kernels, pool, matrix, x, 1, then).double(), expected, atol=1e-12, rtol=1e-5)
+
+
+def test_products_are_added_and_capped_where_asked(kernels, pool):
+    weight, x = random(40, 24), random(5, 24, seed=1)
+    matrix = PackedMatrix(kernels, pool, weight, format=Format.FLOAT32)
+    product = F.linear(x, weight)
+    assert_near(linear(kernels, pool, matrix, x, 40, Then.ADD), 1 + product, 1e-6)
+    assert_near(linear(kernels, pool, matrix, x, 40, Then.SOFT_CAP, 3.0), 3 * torch.tanh(product / 3), 1e-6)
+
+
+@pytest.mark.parametrize("weight_format", Format)
+def test_a_row_can_be_read_back(kernels, pool, weight_format):
+    weight = random(70, 33).bfloat16().float()
+    matrix = PackedMatrix(kernels, pool, weight, format=weight_format)
+    step = weight.abs().amax(dim=1) / 127
+    for row in (0, 31, 69):
+        out = torch.full((33,), torch.nan)
+        kernels.matrix_row(matrix.handle, row, out.data_ptr())
+        limit = 0.501 * step[row] if weight_format is Format.INT8 else 0.0
+        assert (out - weight[row]).abs().max() <= limit
+
+
+@pytest.mark.parametrize("size", [1, 15, 16, 64, 576, 579])
+def test_norm_equals_that_of_pytorch(kernels, size):
+    x, weight = random(4, size), random(size, seed=1)
+    assert_near(rms_norm(kernels, x, weight, 1e-5), F.rms_norm(x, (size,), weight, 1e-5), 1e-6)
+
+
+@pytest.mark.parametrize("dim", [2, 8, 24, 64, 128])
+def test_rotation_equals_that_of_the_layers(kernels, dim):
+    x, angles = random(5, 3, dim), random(5, dim // 2, seed=1, scale=10)
+    cos, sin = angles.cos(), angles.sin()
+    a, b = x.chunk(2, dim=-1)
+    expected = torch.cat([a * cos[:, None] - b * sin[:, None], b * cos[:, None] + a * sin[:, None]], dim=-1)
+    actual = x.clone()
+    kernels.rotate(actual.data_ptr(), cos.data_ptr(), sin.data_ptr(), 5, 3, dim)
+    assert_near(actual, expected, 1e-6)
+
+
+@pytest.mark.parametrize("size", [1, 17, 49152])
+def test_the_first_of_the_largest_wins(kernels, pool, size):
+    rows = random(6, size).round_()
+    out = torch.full((6,), -1, dtype=torch.int64)
+    kernels.argmax(pool.handle, rows.data_ptr(), rows.stride(0), 6, size, out.data_ptr())
+    assert out.tolist() == [int((row == row.max()).nonzero()[0]) for row in rows]
+
+
+class PagedScene:
+    """Sequences scattered over a cache that is NaN wherever nobody wrote."""
+
+    def __init__(
+        self, kernels, pool, query_lens, seq_lens, *, block_size, heads, dim, dtype=torch.float32, by_head=False
+    ):
+        num_heads, num_kv_heads = heads
+        num_blocks = sum(math.ceil(n / block_size) for n in seq_lens) + 3
+        shuffled = iter(torch.randperm(num_blocks, generator=torch.Generator().manual_seed(0)).tolist())
+        tables = [list(itertools.islice(shuffled, math.ceil(n / block_size))) for n in seq_lens]
+        self.kernels, self.pool = kernels, pool
+        self.k_cache, self.v_cache = (
+            self._make_cache(num_blocks, block_size, num_kv_heads, dim, dtype, by_head) for _ in range(2)
+        )
+        self.queries = random(sum(query_lens), num_heads, dim, seed=1)
+        num_decodes = len(list(itertools.takewhile(lambda n: n == 1, reversed(query_lens))))
+        self.meta = AttentionMetadata.from_lists(
+            query_lens, seq_lens, tables, block_size=block_size, num_decodes=num_decodes
+        )
+        everything = AttentionMetadata.from_lists(seq_lens, seq_lens, tables, block_size=block_size)
+        self.keys, self.values = (random(sum(seq_lens), num_kv_heads, dim, seed=s) for s in (2, 3))
+        store_kv(kernels, pool, self.keys, self.values, self.k_cache, self.v_cache, everything.slot_mapping)
+        self.everything = everything
+
+    @staticmethod
+    def _make_cache(num_blocks, block_size, num_kv_heads, dim, dtype, by_head):
+        if by_head:
+            cache = torch.full((num_blocks, num_kv_heads, block_size, dim), torch.nan, dtype=dtype)
+            return cache.transpose(1, 2)
+        return torch.full((num_blocks, block_size, num_kv_heads, dim), torch.nan, dtype=dtype)
+
+    def check(self, tolerance=2e-6, **options):
+        actual = attend(self.kernels, self.pool, self.queries, self.k_cache, self.v_cache, self.meta, **options)
+        caches = (cache.float().contiguous() for cache in (self.k_cache, self.v_cache))
+        expected = ReferenceBackend().attend(self.queries, *caches, self.meta, **options)
+        assert_near(actual, expected, tolerance)
+
+
+@pytest.mark.parametrize("block_size", [1, 5, 16, 256])
+def test_mixed_rows_attend_like_the_reference(kernels, pool, block_size):
+    query_lens, seq_lens = [9, 4, 1, 150, 1, 1, 1], [9, 21, 33, 150, 1, 17, 300]
+    scene = PagedScene(kernels, pool, query_lens, seq_lens, block_size=block_size, heads=(6, 2), dim=32)
+    for window, soft_cap in ((None, None), (1, None), (7, 3.0), (20, None), (200, 3.0), (None, 3.0)):
+        scene.check(scale=0.3, window=window, soft_cap=soft_cap)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("dim", [8, 20, 64, 80, 128, 256])
+def test_heads_of_any_number_and_size_attend_like_the_reference(kernels, pool, dim, dtype):
+    for heads in ((1, 1), (3, 1), (9, 3), (4, 4), (7, 1)):
+        scene = PagedScene(kernels, pool, [20, 1, 1], [50, 1, 140], block_size=16, heads=heads, dim=dim, dtype=dtype)
+        scene.check(scale=dim**-0.5)
+
+
+def test_long_sequences_are_cut_and_put_together_again(kernels, pool):
+    scene = PagedScene(kernels, pool, [1] * 7, [1, 1500, 3, 700, 1499, 2, 650], block_size=16, heads=(6, 2), dim=64)
+    for _ in range(3):  # what one call leaves behind does not disturb the next
+        scene.check(scale=0.125)
+        scene.check(scale=0.125, window=400)
+
+
+def test_keys_may_lie_head_by_head(kernels, pool):
+    scene = PagedScene(kernels, pool, [30, 1], [70, 90], block_size=16, heads=(6, 2), dim=64, by_head=True)
+    scene.check(scale=0.125)
+
+
+def test_keys_and_values_lie_where_their_slots_say(kernels, pool):
+    for dtype in (torch.float32, torch.bfloat16):
+        scene = PagedScene(kernels, pool, [3, 5], [3, 5], block_size=4, heads=(2, 2), dim=24, dtype=dtype)
+        for cache, stored in ((scene.k_cache, scene.keys), (scene.v_cache, scene.values)):
+            assert torch.equal(cache.flatten(0, 1)[scene.everything.slot_mapping], stored.to(dtype))
+            assert int(cache.isnan().any(dim=-1).any(dim=-1).sum()) == cache.shape[0] * 4 - 8
+
+
+def test_pools_of_one_process_do_not_disturb_each_other(kernels):
+    """Threads that share nothing but the library, as ranks in one process do."""
+    weight, x = random(96, 64), random(40, 64, seed=1)
+    expected = F.linear(x, weight)
+    failures = []
+
+    def work():
+        own = Pool(kernels, 2)
+        matrix = PackedMatrix(kernels, own, weight, format=Format.FLOAT32)
+        for _ in range(200):
+            if not torch.allclose(linear(kernels, own, matrix, x, 96, Then.STORE), expected, atol=1e-4):
+                failures.append(1)
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures

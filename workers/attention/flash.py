@@ -1,0 +1,253 @@
+"""The flash-attn libraries as backends: FlashAttention 2, 3 and 4, each where its own rules allow it.
+
+Nothing of them is imported until it is considered, and importing proves nothing (2 and 4 share a package name): a
+backend is available when a tiny paged call on this very device runs and gives what the PyTorch reference gives.
+Where a library lacks one of the two halves, own Triton kernels do that half. Knows no model.
+
+    library                import                            paged rule                         splits its keys
+    FlashAttention 2       flash_attn.flash_attn_interface   block_size % 256 == 0              yes
+    FlashAttention 3       flash_attn_interface              any block size; sm_90              yes
+    FlashAttention 4       flash_attn.cute                   any block size; sm_90 and sm_100   on sm_100 only
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from importlib import import_module
+from types import ModuleType
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from workers.attention.base import AttentionMetadata
+from workers.attention.reference import ReferenceBackend
+from workers.attention.triton_paged import TritonPagedBackend
+
+PROBE_TOLERANCE = 2e-2
+"""Of the probe's relative error: bfloat16 keeps 8 bits."""
+
+
+class FlashBackend(TritonPagedBackend):
+    """What the libraries have in common. Keys and values are stored by the Triton kernel; so is any half they lack."""
+
+    module: ClassVar[str]
+    capabilities: ClassVar[tuple[int, ...]]  # major versions of the devices it serves
+    max_head_dim: ClassVar[int] = 256
+    block_multiple: ClassVar[int] = 1
+    table_argument: ClassVar[str] = "block_table"  # of flash_attn_with_kvcache
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._library: ModuleType = import_module(self.module)
+
+    @classmethod
+    def unavailable_reason(
+        cls, *, device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int, soft_cap: bool
+    ) -> str | None:
+        if device.type != "cuda":
+            return f"it needs a CUDA device, not {device.type}"
+        capability = torch.cuda.get_device_capability(device)
+        if capability[0] not in cls.capabilities:
+            return f"it does not serve compute capability {capability[0]}.{capability[1]}"
+        if dtype not in (torch.bfloat16, torch.float16):
+            return f"it has no kernels for {dtype}"
+        if head_dim > cls.max_head_dim or head_dim % 8:
+            return f"heads of {head_dim}; it serves multiples of 8 up to {cls.max_head_dim}"
+        if block_size % cls.block_multiple:
+            return f"block_size {block_size} is no multiple of {cls.block_multiple}"
+        try:
+            import_module(cls.module)
+        except Exception as error:  # a library built for another torch fails in ways of its own
+            return f"{cls.module} cannot be imported ({type(error).__name__}: {error})"
+        own = super().unavailable_reason(
+            device=device, dtype=dtype, head_dim=head_dim, block_size=block_size, soft_cap=soft_cap
+        )
+        return own or _probe(cls, device, dtype, head_dim, block_size, soft_cap)
+
+    def prefill(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        meta: AttentionMetadata,
+        out: Tensor,
+        *,
+        scale: float,
+        window: int | None,
+        soft_cap: float | None,
+    ) -> None:
+        num_seqs, num_tokens = meta.num_prefill_seqs, meta.num_prefill_tokens
+        if not num_tokens:
+            return
+        out[:num_tokens] = self._call(
+            q[:num_tokens],
+            k_cache,
+            v_cache,
+            cu_seqlens_q=meta.cu_seqlens_q[: num_seqs + 1],
+            seq_lens=meta.seq_lens[:num_seqs],
+            block_tables=meta.block_tables[:num_seqs],
+            max_seqlen_q=meta.max_seqlen_q,
+            max_seqlen_k=meta.max_seqlen_k,
+            scale=scale,
+            window=(-1, -1) if window is None else (window - 1, 0),
+            soft_cap=soft_cap or 0.0,
+        )
+
+    def decode(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        meta: AttentionMetadata,
+        out: Tensor,
+        *,
+        scale: float,
+        window: int | None,
+        soft_cap: float | None,
+    ) -> None:
+        if not meta.num_decodes:
+            return
+        attended = self._library.flash_attn_with_kvcache(
+            q[meta.num_prefill_tokens :].unsqueeze(1),
+            k_cache,
+            v_cache,
+            cache_seqlens=meta.seq_lens[meta.num_prefill_seqs :],
+            softmax_scale=scale,
+            causal=True,
+            window_size=(-1, -1) if window is None else (window - 1, 0),
+            softcap=soft_cap or 0.0,
+            **{self.table_argument: meta.block_tables[meta.num_prefill_seqs :]},
+        )
+        out[meta.num_prefill_tokens :] = attended.squeeze(1)
+
+    @abstractmethod
+    def _call(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        *,
+        cu_seqlens_q: Tensor,
+        seq_lens: Tensor,
+        block_tables: Tensor,
+        max_seqlen_q: int,
+        max_seqlen_k: int,
+        scale: float,
+        window: tuple[int, int],
+        soft_cap: float,
+    ) -> Tensor:
+        """Causal attention of packed queries, aligned to the end of the keys, over the paged cache."""
+
+
+class Flash2Backend(FlashBackend):
+    """FlashAttention 2 (the package flash-attn) for both halves, where blocks are multiples of 256 tokens."""
+
+    name = "flash_attn"
+    module = "flash_attn.flash_attn_interface"
+    capabilities = (8, 9, 10, 12)
+    block_multiple = 256
+
+    def _call(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, **step: Any) -> Tensor:
+        # Its varlen function takes the keys' lengths as a running sum.
+        ends = torch.nn.functional.pad(step["seq_lens"].cumsum(0, dtype=torch.int32), (1, 0))
+        out: Tensor = self._library.flash_attn_varlen_func(
+            q,
+            k_cache,
+            v_cache,
+            cu_seqlens_q=step["cu_seqlens_q"],
+            cu_seqlens_k=ends,
+            max_seqlen_q=step["max_seqlen_q"],
+            max_seqlen_k=step["max_seqlen_k"],
+            softmax_scale=step["scale"],
+            causal=True,
+            window_size=step["window"],
+            softcap=step["soft_cap"],
+            block_table=step["block_tables"],
+        )
+        return out
+
+
+class Flash3Backend(FlashBackend):
+    """FlashAttention 3 on Hopper, both halves by one function."""
+
+    name = "fa3"
+    module = "flash_attn_interface"
+    table_argument = "page_table"
+    capabilities = (9,)
+
+    def _call(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, **step: Any) -> Tensor:
+        out: Tensor = self._library.flash_attn_with_kvcache(
+            q,
+            k_cache,
+            v_cache,
+            cache_seqlens=step["seq_lens"],
+            page_table=step["block_tables"],
+            cu_seqlens_q=step["cu_seqlens_q"],
+            max_seqlen_q=step["max_seqlen_q"],
+            softmax_scale=step["scale"],
+            causal=True,
+            window_size=step["window"],
+            softcap=step["soft_cap"],
+        )
+        return out
+
+
+class Flash4Backend(FlashBackend):
+    """FlashAttention 4 for prefill. It cannot split a sequence's keys on Hopper, so own kernels do the decode rows."""
+
+    name = "fa4"
+    module = "flash_attn.cute"
+    capabilities = (9, 10)
+    decode = TritonPagedBackend.decode
+
+    def _call(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, **step: Any) -> Tensor:
+        left, right = step["window"]
+        found = self._library.flash_attn_varlen_func(
+            q,
+            k_cache,
+            v_cache,
+            cu_seqlens_q=step["cu_seqlens_q"],
+            seqused_k=step["seq_lens"],
+            max_seqlen_q=step["max_seqlen_q"],
+            max_seqlen_k=step["max_seqlen_k"],
+            page_table=step["block_tables"],
+            softmax_scale=step["scale"],
+            causal=True,
+            window_size=(None, None) if left < 0 else (left, right),
+            softcap=step["soft_cap"],
+            num_splits=1,  # anything else asks for splits, which sm_90 refuses
+        )
+        out: Tensor = found[0] if isinstance(found, tuple) else found
+        return out
+
+
+def _probe(
+    backend: type[FlashBackend],
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    block_size: int,
+    soft_cap: bool,
+) -> str | None:
+    """Run a small step of both halves on the device; None if it agrees with the PyTorch reference."""
+    num_blocks, lengths, queries = 4, [block_size + 3, block_size + 1], [5, 1]
+    generator = torch.Generator(device=device).manual_seed(0)
+    shape = (num_blocks, block_size, 2, head_dim)
+    k_cache, v_cache = (torch.randn(shape, generator=generator, device=device, dtype=dtype) for _ in range(2))
+    q = torch.randn(sum(queries), 4, head_dim, generator=generator, device=device, dtype=dtype)
+    meta = AttentionMetadata.from_lists(
+        queries, lengths, [[2, 0], [3, 1]], block_size=block_size, num_decodes=1, device=device
+    )
+    cap = 30.0 if soft_cap else None
+    scale = 1 / math.sqrt(head_dim)
+    try:
+        out = backend().attend(q, k_cache, v_cache, meta, scale=scale, soft_cap=cap).float()
+        expected = ReferenceBackend().attend(
+            q.float(), k_cache.float(), v_cache.float(), meta, scale=scale, soft_cap=cap
+        )
+        error = float((out - expected).norm() / expected.norm())
+    except Exception as failure:  # whatever it is, this backend cannot be used
+        return f"a trial call failed ({type(failure).__name__}: {str(failure).strip().splitlines()[0][:200]})"
+    return None if error < PROBE_TOLERANCE else f"a trial call was off by {error:.1e}"

@@ -1,0 +1,85 @@
+// Products in the tile registers of Intel's AMX, for many rows at once. A tile multiplies 16 rows by 16 columns over 64
+// bytes of k; a step here is 32 rows by one panel. Absent from other builds, and unused where the system refuses it.
+#pragma once
+
+#include "matrix.h"
+
+#if defined(__AMX_INT8__) && defined(__AMX_BF16__) && defined(__linux__)
+#define ANTIPHON_HAS_AMX 1
+#else
+#define ANTIPHON_HAS_AMX 0
+#endif
+
+#if ANTIPHON_HAS_AMX
+#include <immintrin.h>
+#endif
+
+namespace antiphon {
+
+constexpr int64_t kMinAmxRows = 16;  // below it reading the weights takes longer than multiplying vectors by them
+
+#if ANTIPHON_HAS_AMX
+
+constexpr int64_t kAmxRows = 32;
+
+// Tiles configured as 16 rows of 64 bytes while it lives.
+class AmxScope {
+ public:
+  explicit AmxScope(bool active) : active_(active) {
+    if (!active_) return;
+    alignas(64) uint8_t config[64] = {1};
+    for (int i = 0; i < 8; ++i) {
+      config[16 + 2 * i] = 64;
+      config[48 + i] = 16;
+    }
+    _tile_loadconfig(config);
+  }
+  ~AmxScope() {
+    if (active_) _tile_release();
+  }
+
+ private:
+  bool active_;
+};
+
+// Sums [32][kPanel] of up to 32 rows. Rows past `count` are read (they belong to the same buffer) and come out as
+// anything: 16 at most, because a second tile that no row needs is left out.
+#define ANTIPHON_AMX_SUM(dot, Element, per_tile)                                             \
+  _tile_zero(0);                                                                             \
+  _tile_zero(1);                                                                             \
+  _tile_zero(2);                                                                             \
+  _tile_zero(3);                                                                             \
+  const int64_t tile_bytes = 16 * kPanel * 4;                                                \
+  const char* w = reinterpret_cast<const char*>(weights);                                    \
+  for (int64_t i = 0; i < k; i += per_tile, w += tile_bytes) {                               \
+    _tile_loadd(4, a + i, stride * sizeof(Element));                                         \
+    _tile_loadd(6, w, kPanel * 4);                                                           \
+    _tile_loadd(7, w + 64, kPanel * 4);                                                      \
+    dot(0, 4, 6);                                                                            \
+    dot(1, 4, 7);                                                                            \
+    if (count > 16) {                                                                        \
+      _tile_loadd(5, a + 16 * stride + i, stride * sizeof(Element));                         \
+      dot(2, 5, 6);                                                                          \
+      dot(3, 5, 7);                                                                          \
+    }                                                                                        \
+  }                                                                                          \
+  _tile_stored(0, sums, kPanel * 4);                                                         \
+  _tile_stored(1, sums + 16, kPanel * 4);                                                    \
+  _tile_stored(2, sums + 16 * kPanel, kPanel * 4);                                           \
+  _tile_stored(3, sums + 16 * kPanel + 16, kPanel * 4)
+
+inline void amx_sum_int8(const uint8_t* a, int64_t stride, const int8_t* weights, int64_t k, int64_t count,
+                         int32_t* sums) {
+  ANTIPHON_AMX_SUM(_tile_dpbusd, uint8_t, 64);
+}
+
+inline void amx_sum_bfloat16(const bf16* a, int64_t stride, const bf16* weights, int64_t k, int64_t count,
+                             int32_t* sums) {
+  ANTIPHON_AMX_SUM(_tile_dpbf16ps, bf16, 32);
+}
+
+#undef ANTIPHON_AMX_SUM
+
+#endif
+
+}  // namespace antiphon

@@ -1,0 +1,252 @@
+#include "decoder.h"
+
+#include <algorithm>
+#include <cstdlib>
+
+#include "quantize.h"
+
+namespace antiphon {
+namespace {
+
+constexpr int64_t kRowsOfSlack = 64;         // tile registers are loaded whole
+constexpr int64_t kFloatsWorthSharing = 12288;  // fewer, and waking a helper takes longer than the work
+
+}  // namespace
+
+Buffer::~Buffer() { free(data_); }
+
+void Buffer::reserve(int64_t rows, int64_t width) {
+  if (rows <= rows_) return;
+  free(data_);
+  rows_ = rows;
+  stride_ = round_up<int64_t>(width, 32) + 16;
+  data_ = static_cast<float*>(allocate(rows * stride_ * 4));
+}
+
+Decoder::Decoder(Pool& pool, const Description& description, const Layer* layers)
+    : pool_(pool),
+      description_(description),
+      layers_(layers, layers + description.num_layers),
+      shape_{description.num_heads, description.num_kv_heads, description.head_dim},
+      scratch_(shape_, pool.size()) {
+  std::vector<int32_t> windows;
+  for (const Layer& layer : layers_) {
+    auto found = std::find(windows.begin(), windows.end(), layer.window);
+    plan_of_layer_.push_back(static_cast<int32_t>(found - windows.begin()));
+    if (found == windows.end()) windows.push_back(layer.window);
+  }
+  plans_.resize(windows.size());
+}
+
+void Decoder::reserve(int64_t num_tokens) {
+  if (num_tokens <= capacity_) return;
+  capacity_ = num_tokens;
+  const Description& d = description_;
+  const int64_t rows = num_tokens + kRowsOfSlack, heads = (d.num_heads + 2 * d.num_kv_heads) * d.head_dim;
+  residual_.reserve(rows, d.hidden);
+  normed_.reserve(rows, d.hidden);
+  delta_.reserve(rows, d.hidden);
+  qkv_.reserve(rows, heads);
+  attended_.reserve(rows, d.num_heads * d.head_dim);
+  inner_.reserve(rows, d.inner);
+  for (int64_t i = 0; i < d.num_ropes; ++i) {
+    cosines_[i].reserve(rows, d.head_dim / 2);
+    sines_[i].reserve(rows, d.head_dim / 2);
+  }
+  const int64_t widest = std::max({d.hidden, d.num_heads * d.head_dim, d.inner});
+  operand_stride_ = round_up<int64_t>(widest, 64) + 64;
+  numbers_ = std::make_unique<uint8_t[]>(rows * operand_stride_);
+  scales_ = std::make_unique<float[]>(rows);
+  if (amx_available()) halves_ = std::make_unique<bf16[]>(rows * operand_stride_);
+}
+
+template <typename Body>
+void Decoder::for_rows(int64_t num_rows, int64_t row_size, const Body& body) {
+  const int64_t grain = std::max<int64_t>(1, kFloatsWorthSharing / std::max<int64_t>(row_size, 1));
+  pool_.run_ranges(num_rows, grain, [&](int64_t first, int64_t last, int) {
+    for (int64_t row = first; row < last; ++row) body(row);
+  });
+}
+
+void Decoder::embed(const Step& step) {
+  const Description& d = description_;
+  for_rows(step.num_tokens, d.hidden * 4, [&](int64_t row) {
+    float* out = residual_.row(row);
+    const int64_t local = step.token_ids[row] - d.first_token;
+    if (local < 0 || local >= d.num_tokens) {
+      for (int64_t i = 0; i < d.hidden; ++i) out[i] = 0;
+      return;
+    }
+    unpack_row(*d.embedding, local, out);
+    if (d.embedding_scale != 1) {
+      for (int64_t i = 0; i < d.hidden; ++i) out[i] *= d.embedding_scale;
+    }
+  });
+}
+
+void Decoder::make_rotations(const Step& step) {
+  const Description& d = description_;
+  const int64_t half = d.head_dim / 2;
+  for (int64_t rope = 0; rope < d.num_ropes; ++rope) {
+    const float* frequencies = d.rope_frequencies[rope];
+    const float factor = d.rope_factors[rope];
+    for_rows(step.num_tokens, half * 16, [&](int64_t row) {
+      float *cos = cosines_[rope].row(row), *sin = sines_[rope].row(row);
+      if (frequencies == nullptr) {
+        memcpy(cos, step.cosines[rope] + row * half, half * 4);
+        memcpy(sin, step.sines[rope] + row * half, half * 4);
+        return;
+      }
+      const float position = static_cast<float>(step.positions[row]);
+      for (int64_t i = 0; i < half; ++i) {
+        const float angle = position * frequencies[i];
+        cos[i] = std::cos(angle) * factor;
+        sin[i] = std::sin(angle) * factor;
+      }
+    });
+  }
+}
+
+void Decoder::plan_attention(const Step& step) {
+  if (shape_.num_heads == 0) return;
+  const Batch batch{step.first_queries, step.seq_lens, step.block_tables, step.block_table_stride, step.num_seqs};
+  for (size_t plan = 0; plan < plans_.size(); ++plan) {
+    const auto layer = std::find(plan_of_layer_.begin(), plan_of_layer_.end(), static_cast<int32_t>(plan));
+    plans_[plan].make(shape_, batch, layers_[layer - plan_of_layer_.begin()].window, pool_.size());
+  }
+}
+
+void Decoder::norm(const float* weight, int64_t num_tokens) {
+  for_rows(num_tokens, description_.hidden, [&](int64_t row) {
+    rms_norm(residual_.row(row), weight, description_.hidden, description_.eps, normed_.row(row));
+  });
+}
+
+// The rows as the matrix's format wants them.
+Rows Decoder::prepare(const Matrix& matrix, const Buffer& input, int64_t width, int64_t num_rows) {
+  Rows rows{};
+  rows.values = input.row(0);
+  rows.stride = input.stride();
+  if (wants_numbers(matrix)) {
+    rows.numbers = numbers_.get();
+    rows.numbers_stride = operand_stride_;
+    rows.scales = scales_.get();
+    for_rows(num_rows, width, [&](int64_t row) {
+      scales_[row] = quantize_row(input.row(row), width, matrix.padded_k, numbers_.get() + row * operand_stride_);
+    });
+  } else if (wants_halves(matrix, num_rows)) {
+    rows.halves = halves_.get();
+    rows.halves_stride = operand_stride_;
+    for_rows(num_rows, width, [&](int64_t row) {
+      bf16* out = halves_.get() + row * operand_stride_;
+      convert(input.row(row), round_up<int64_t>(width, W), out);
+      for (int64_t i = round_up<int64_t>(width, W); i < matrix.padded_k; ++i) out[i] = bf16{0};
+    });
+  }
+  return rows;
+}
+
+// Norm and rotate the heads where they are, and put keys and values into the cache.
+void Decoder::rotate_and_store(const Layer& layer, const Step& step) {
+  const int64_t dim = shape_.head_dim, heads = shape_.num_heads, kv_heads = shape_.num_kv_heads;
+  const Cache cache{layer.k_cache,      layer.v_cache, layer.block_stride, layer.token_stride, layer.head_stride,
+                    static_cast<int32_t>(description_.kv_block_size), description_.kv_is_bfloat16};
+  for_rows(step.num_tokens, (heads + 2 * kv_heads) * dim, [&](int64_t row) {
+    float* head = qkv_.row(row);
+    const float *cos = cosines_[layer.rope].row(row), *sin = sines_[layer.rope].row(row);
+    for (int64_t h = 0; h < heads + kv_heads; ++h, head += dim) {
+      const float* weight = h < heads ? layer.q_norm : layer.k_norm;
+      if (weight != nullptr) rms_norm(head, weight, dim, description_.eps, head);
+      rotate_head(head, cos, sin, dim / 2);
+    }
+    store_kv(cache, step.slots[row], head - kv_heads * dim, head, kv_heads, dim);
+  });
+}
+
+void Decoder::run_layer_attention(const Layer& layer, const Step& step) {
+  const int64_t index = &layer - layers_.data();
+  AttentionCall call{};
+  call.shape = shape_;
+  call.batch = {step.first_queries, step.seq_lens, step.block_tables, step.block_table_stride, step.num_seqs};
+  call.cache = {layer.k_cache,      layer.v_cache, layer.block_stride, layer.token_stride, layer.head_stride,
+                static_cast<int32_t>(description_.kv_block_size), description_.kv_is_bfloat16};
+  call.q = qkv_.row(0);
+  call.q_stride = qkv_.stride();
+  call.out = attended_.row(0);
+  call.out_stride = attended_.stride();
+  call.scale = description_.attention_scale;
+  call.soft_cap = description_.attention_soft_cap;
+  attend(pool_, call, plans_[plan_of_layer_[index]], scratch_);
+}
+
+// residual += product, by way of the other ranks and of a norm where the model has them.
+int32_t Decoder::add_product(const Matrix& matrix, const Buffer& input, int64_t width, const float* out_norm,
+                             const float* bias, int64_t num_tokens) {
+  const Rows rows = prepare(matrix, input, width, num_tokens);
+  const int64_t hidden = description_.hidden;
+  const bool direct = description_.all_reduce == nullptr && out_norm == nullptr;
+  Buffer& target = direct ? residual_ : delta_;
+  const Then then = direct ? Then::kAdd : Then::kStore;
+  multiply(pool_, matrix, rows, num_tokens, {target.row(0), target.stride(), matrix.padded_columns(), then, 0});
+  if (direct) return 0;
+  if (description_.all_reduce != nullptr) {
+    const int32_t status = description_.all_reduce(delta_.row(0), num_tokens * delta_.stride());
+    if (status != 0) return status;
+  }
+  for_rows(num_tokens, hidden, [&](int64_t row) {
+    float *delta = delta_.row(row), *residual = residual_.row(row);
+    if (bias != nullptr) {
+      for (int64_t i = 0; i < hidden; ++i) delta[i] += bias[i];
+    }
+    if (out_norm != nullptr) rms_norm(delta, out_norm, hidden, description_.eps, delta);
+    for (int64_t i = 0; i < hidden; ++i) residual[i] += delta[i];
+  });
+  return 0;
+}
+
+int32_t Decoder::forward(const Step& step) {
+  const Description& d = description_;
+  const int64_t n = step.num_tokens;
+  reserve(n);
+  embed(step);
+  if (d.all_reduce != nullptr) {
+    const int32_t status = d.all_reduce(residual_.row(0), n * residual_.stride());
+    if (status != 0) return status;
+  }
+  make_rotations(step);
+  plan_attention(step);
+  for (const Layer& layer : layers_) {
+    norm(layer.attention_norm, n);
+    if (shape_.num_heads > 0) {
+      const Rows rows = prepare(*layer.qkv, normed_, d.hidden, n);
+      multiply(pool_, *layer.qkv, rows, n, {qkv_.row(0), qkv_.stride(), layer.qkv->padded_columns(), Then::kStore, 0});
+      rotate_and_store(layer, step);
+      run_layer_attention(layer, step);
+    }
+    const int64_t attended = d.num_heads * d.head_dim;
+    int32_t status = add_product(*layer.output, attended_, attended, layer.attention_out_norm, layer.output_bias, n);
+    if (status != 0) return status;
+    norm(layer.mlp_norm, n);
+    const Rows rows = prepare(*layer.gate_up, normed_, d.hidden, n);
+    const Then activation = static_cast<Then>(d.activation);
+    multiply(pool_, *layer.gate_up, rows, n,
+             {inner_.row(0), inner_.stride(), layer.gate_up->padded_columns(), activation, 0});
+    status = add_product(*layer.down, inner_, d.inner, layer.mlp_out_norm, layer.down_bias, n);
+    if (status != 0) return status;
+  }
+  for_rows(n, d.hidden, [&](int64_t row) {
+    rms_norm(residual_.row(row), d.final_norm, d.hidden, d.eps, step.hidden + row * d.hidden);
+  });
+  return 0;
+}
+
+void Decoder::logits(const float* rows, int64_t stride, int64_t count, float* out, int64_t out_stride) {
+  const Description& d = description_;
+  reserve(count);
+  for (int64_t row = 0; row < count; ++row) memcpy(normed_.row(row), rows + row * stride, d.hidden * 4);
+  const Rows prepared = prepare(*d.head, normed_, d.hidden, count);
+  const Then then = d.logit_soft_cap > 0 ? Then::kSoftCap : Then::kStore;
+  multiply(pool_, *d.head, prepared, count, {out, out_stride, d.head->out_columns, then, d.logit_soft_cap});
+}
+
+}  // namespace antiphon

@@ -1,0 +1,246 @@
+#include "gemm.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "amx.h"
+#include "quantize.h"
+
+#if ANTIPHON_HAS_AMX
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+namespace antiphon {
+namespace {
+
+[[maybe_unused]] constexpr int64_t kAmxBlock = 64;  // rows whose results are written while their lines are at hand
+constexpr int64_t kCachedActivations = 448 << 10;  // bytes of rows that stay near a core while panels pass by
+
+ANTIPHON_INLINE void write(const Output& out, float* row, int64_t column, Vec v) {
+  if (column + W <= out.columns) {
+    store(row + column, out.then == Then::kAdd ? load(row + column) + v : v);
+    return;
+  }
+  for (int lane = 0; lane < W && column + lane < out.columns; ++lane) {
+    row[column + lane] = out.then == Then::kAdd ? row[column + lane] + v[lane] : v[lane];
+  }
+}
+
+// The two vectors of one row and panel: bias, then what is wanted of them, then memory. Not inlined: once per row of a
+// tile it costs little, and a copy for each number of rows costs the build seconds.
+__attribute__((noinline)) void finish(const Matrix& m, int64_t panel, const Output& out, int64_t row, Vec c0, Vec c1) {
+  if (m.bias != nullptr) {
+    c0 += load(m.bias + panel * kPanel);
+    c1 += load(m.bias + panel * kPanel + W);
+  }
+  float* target = out.data + row * out.stride;
+  if (m.gated) {
+    write(out, target, panel * W, (out.then == Then::kSiluTimesUp ? silu(c0) : gelu_tanh(c0)) * c1);
+    return;
+  }
+  if (out.then == Then::kSoftCap) {
+    c0 = out.soft_cap * vtanh(c0 / out.soft_cap);
+    c1 = out.soft_cap * vtanh(c1 / out.soft_cap);
+  }
+  write(out, target, panel * kPanel, c0);
+  write(out, target, panel * kPanel + W, c1);
+}
+
+template <int R>
+using Sums = Vec[R][2];
+
+template <int R>
+ANTIPHON_INLINE void sum_float32(const Matrix& m, int64_t panel, const Rows& rows, int64_t row, Sums<R>& acc) {
+  auto* weights = static_cast<const float*>(m.data) + panel * m.padded_k * kPanel;
+  accumulate<R>(rows.values + row * rows.stride, rows.stride, weights, m.k, acc);
+}
+
+// Weights widened in registers, which is exact: a vector holds two neighbouring k of W columns.
+template <int R>
+ANTIPHON_INLINE void sum_bfloat16(const Matrix& m, int64_t panel, const Rows& rows, int64_t row, Sums<R>& acc) {
+  auto* weights = static_cast<const bf16*>(m.data) + panel * m.padded_k * kPanel;
+  const float* a = rows.values + row * rows.stride;
+  for (int64_t k = 0; k < m.k; k += 2, weights += 2 * kPanel) {
+    prefetch(weights + 32 * kPanel);
+    if (W == 16) prefetch(weights + 33 * kPanel);
+    UVec pairs[2];
+    memcpy(pairs, weights, sizeof pairs);
+    Vec even0 = reinterpret_cast<Vec>(pairs[0] << 16), even1 = reinterpret_cast<Vec>(pairs[1] << 16);
+    Vec odd0 = reinterpret_cast<Vec>(pairs[0] & 0xffff0000u), odd1 = reinterpret_cast<Vec>(pairs[1] & 0xffff0000u);
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r) {
+      float x = a[r * rows.stride + k], y = a[r * rows.stride + k + 1];
+      acc[r][0] += x * even0;
+      acc[r][1] += x * even1;
+      acc[r][0] += y * odd0;
+      acc[r][1] += y * odd1;
+    }
+  }
+}
+
+ANTIPHON_INLINE void dequantise(const Matrix& m, int64_t panel, float row_scale, IVec s0, IVec s1, Vec& c0, Vec& c1) {
+  IVec corrections[2];
+  Vec scales[2];
+  memcpy(corrections, m.corrections + panel * kPanel, sizeof corrections);
+  memcpy(scales, m.scales + panel * kPanel, sizeof scales);
+  c0 = __builtin_convertvector(s0 - corrections[0], Vec) * (scales[0] * row_scale);
+  c1 = __builtin_convertvector(s1 - corrections[1], Vec) * (scales[1] * row_scale);
+}
+
+template <int R>
+ANTIPHON_INLINE void sum_int8(const Matrix& m, int64_t panel, const Rows& rows, int64_t row, Sums<R>& acc) {
+  auto* weights = static_cast<const int8_t*>(m.data) + panel * m.padded_k * kPanel;
+  const uint8_t* a = rows.numbers + row * rows.numbers_stride;
+  IVec sums[R][2];
+#pragma GCC unroll 16
+  for (int r = 0; r < R; ++r) sums[r][0] = sums[r][1] = IVec{};
+  for (int64_t k = 0; k < m.k; k += 4, weights += 4 * kPanel) {
+    prefetch(weights + 64 * kPanel);
+    if (W == 16) prefetch(weights + 66 * kPanel);
+    IVec w0, w1;
+    memcpy(&w0, weights, sizeof w0);
+    memcpy(&w1, weights + sizeof w0, sizeof w1);
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r) {
+      int32_t four;
+      memcpy(&four, a + r * rows.numbers_stride + k, 4);
+      add_dot4(sums[r][0], four, w0);
+      add_dot4(sums[r][1], four, w1);
+    }
+  }
+#pragma GCC unroll 16
+  for (int r = 0; r < R; ++r) {
+    dequantise(m, panel, rows.scales[row + r], sums[r][0], sums[r][1], acc[r][0], acc[r][1]);
+  }
+}
+
+template <int R>
+void tile(const Matrix& m, int64_t panel, const Rows& rows, int64_t row, const Output& out) {
+  Sums<R> acc;
+#pragma GCC unroll 16
+  for (int r = 0; r < R; ++r) acc[r][0] = acc[r][1] = Vec{};
+  switch (m.format) {
+    case Format::kFloat32: sum_float32<R>(m, panel, rows, row, acc); break;
+    case Format::kBfloat16: sum_bfloat16<R>(m, panel, rows, row, acc); break;
+    case Format::kInt8: sum_int8<R>(m, panel, rows, row, acc); break;
+  }
+#pragma GCC unroll 16
+  for (int r = 0; r < R; ++r) finish(m, panel, out, row + r, acc[r][0], acc[r][1]);
+}
+
+using Tile = void (*)(const Matrix&, int64_t, const Rows&, int64_t, const Output&);
+
+template <int... R>
+constexpr Tile tile_of(int rows, std::integer_sequence<int, R...>) {
+  constexpr Tile all[] = {tile<R + 1>...};
+  return all[rows - 1];
+}
+
+void vector_panel(const Matrix& m, int64_t panel, const Rows& rows, int64_t first, int64_t last, const Output& out) {
+  int64_t count = last - first, num_tiles = (count + kMaxTileRows - 1) / kMaxTileRows;
+  for (int64_t i = 0; i < num_tiles; ++i) {
+    int64_t from = first + count * i / num_tiles, to = first + count * (i + 1) / num_tiles;
+    tile_of(static_cast<int>(to - from), std::make_integer_sequence<int, kMaxTileRows>())(m, panel, rows, from, out);
+  }
+}
+
+#if ANTIPHON_HAS_AMX
+// Products of blocks of rows with panels. A block's sums are finished while the next one's are being made: reading
+// memory just after a tile was stored there would wait for the store.
+class AmxBlocks {
+ public:
+  AmxBlocks(const Matrix& matrix, const Rows& rows, const Output& out) : m_(matrix), rows_(rows), out_(out) {}
+
+  void add(int64_t panel, int64_t row, int64_t count) {
+    int32_t* sums = sums_[turn_];
+    if (m_.format == Format::kInt8) {
+      auto* weights = static_cast<const int8_t*>(m_.data) + panel * m_.padded_k * kPanel;
+      amx_sum_int8(rows_.numbers + row * rows_.numbers_stride, rows_.numbers_stride, weights, m_.padded_k, count, sums);
+    } else {
+      auto* weights = static_cast<const bf16*>(m_.data) + panel * m_.padded_k * kPanel;
+      amx_sum_bfloat16(rows_.halves + row * rows_.halves_stride, rows_.halves_stride, weights, m_.padded_k, count, sums);
+    }
+    flush();
+    panel_ = panel, row_ = row, count_ = count;
+    turn_ = 1 - turn_;
+  }
+
+  void flush() {
+    const int32_t* sums = sums_[1 - turn_];
+    for (int64_t r = 0; r < count_; ++r) {
+      IVec raw[2];
+      memcpy(raw, sums + r * kPanel, sizeof raw);
+      Vec c0 = reinterpret_cast<Vec>(raw[0]), c1 = reinterpret_cast<Vec>(raw[1]);
+      if (m_.format == Format::kInt8) dequantise(m_, panel_, rows_.scales[row_ + r], raw[0], raw[1], c0, c1);
+      finish(m_, panel_, out_, row_ + r, c0, c1);
+    }
+    count_ = 0;
+  }
+
+ private:
+  const Matrix& m_;
+  const Rows& rows_;
+  const Output& out_;
+  int64_t panel_ = 0, row_ = 0, count_ = 0;  // of the block not yet finished
+  int turn_ = 0;
+  alignas(64) int32_t sums_[2][kAmxRows * kPanel];
+};
+#endif
+
+bool uses_amx(const Matrix& m, int64_t num_rows) {
+  if (m.format == Format::kInt8) return amx_available() && num_rows >= kMinAmxRows;
+  return wants_halves(m, num_rows);
+}
+
+}  // namespace
+
+bool amx_available() {
+#if ANTIPHON_HAS_AMX
+  constexpr int kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+  static const bool granted = syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+  return granted;
+#else
+  return false;
+#endif
+}
+
+bool wants_numbers(const Matrix& m) { return m.format == Format::kInt8; }
+
+bool wants_halves(const Matrix& m, int64_t num_rows) {
+  return m.format == Format::kBfloat16 && !m.exact && amx_available() && num_rows >= kMinAmxRows;
+}
+
+void multiply(Pool& pool, const Matrix& matrix, const Rows& rows, int64_t m, const Output& out) {
+  if (m == 0 || matrix.num_panels == 0) return;
+  [[maybe_unused]] const bool amx = uses_amx(matrix, m);
+  const int64_t row_bytes = matrix.k * (matrix.format == Format::kInt8 ? 1 : 4);
+  const int64_t block =
+      amx ? kAmxBlock : std::max<int64_t>(kMaxTileRows * 8, kCachedActivations / std::max<int64_t>(row_bytes, 1));
+  const int64_t grain = std::max<int64_t>(1, matrix.num_panels / (8 * pool.size()));
+  const int64_t chunks = (matrix.num_panels + grain - 1) / grain;
+  pool.run(chunks, [&](int64_t chunk, int) {
+    const int64_t first = matrix.num_panels * chunk / chunks, last = matrix.num_panels * (chunk + 1) / chunks;
+#if ANTIPHON_HAS_AMX
+    AmxScope scope(amx);
+    AmxBlocks blocks(matrix, rows, out);
+#endif
+    for (int64_t row = 0; row < m; row += block) {
+      const int64_t end = std::min(m, row + block);
+      for (int64_t panel = first; panel < last; ++panel) {
+#if ANTIPHON_HAS_AMX
+        if (amx) {
+          for (int64_t r = row; r < end; r += kAmxRows) blocks.add(panel, r, std::min(kAmxRows, end - r));
+          continue;
+        }
+#endif
+        vector_panel(matrix, panel, rows, row, end, out);
+      }
+    }
+#if ANTIPHON_HAS_AMX
+    blocks.flush();
+#endif
+  });
+}
+
+}  // namespace antiphon

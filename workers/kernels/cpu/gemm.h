@@ -1,0 +1,64 @@
+// Products of activations with packed weights, and what is done with a result while it is in registers.
+#pragma once
+
+#include "matrix.h"
+#include "pool.h"
+
+namespace antiphon {
+
+// Rows of activations. `values` always; the others where the matrix's format is multiplied in that precision. A row of
+// `values` is readable, as 0, from its width up to a multiple of kPanel.
+struct Rows {
+  const float* values;
+  int64_t stride;
+  const uint8_t* numbers;  // quantised, see quantize.h
+  int64_t numbers_stride;
+  const float* scales;
+  const bf16* halves;
+  int64_t halves_stride;
+};
+
+enum class Then : int32_t {
+  kStore = 0,
+  kAdd = 1,          // to what is there
+  kSiluTimesUp = 2,  // gated matrices only
+  kGeluTimesUp = 3,
+  kSoftCap = 4,
+};
+
+struct Output {
+  float* data;
+  int64_t stride;
+  int64_t columns;  // writable; a multiple of kPanel (W where gated) is fastest
+  Then then;
+  float soft_cap;
+};
+
+// out = rows [m, k] times the matrix's transpose, plus its bias. All threads of the pool take part.
+void multiply(Pool& pool, const Matrix& matrix, const Rows& rows, int64_t m, const Output& out);
+
+// Whether the products of many rows go through tile registers here; asks the system for them once.
+bool amx_available();
+
+// Whether the format is multiplied in another precision than fp32 for so many rows.
+bool wants_numbers(const Matrix& matrix);
+bool wants_halves(const Matrix& matrix, int64_t m);
+
+// The fp32 product itself, shared with attention: acc[r] += sum over k of a[r * lda + k] * b[k], b [k][kPanel].
+template <int R>
+ANTIPHON_INLINE void accumulate(const float* a, int64_t lda, const float* b, int64_t k, Vec (&acc)[R][2]) {
+  constexpr int64_t kAhead = 16 * kPanel;  // floats
+  for (int64_t i = 0; i < k; ++i, b += kPanel) {
+    prefetch(b + kAhead);
+    if (W == 16) prefetch(b + kAhead + W);
+    Vec b0 = load(b), b1 = load(b + W);
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r) {
+      float x = a[r * lda + i];
+      acc[r][0] += x * b0;
+      acc[r][1] += x * b1;
+    }
+  }
+}
+
+}  // namespace antiphon

@@ -1,0 +1,240 @@
+"""The kernel library as Python sees it: its C structures and functions, and objects that own what it allocates.
+
+Tensors are handed over by address: float32 and contiguous unless a stride is given with them. Knows no models
+(`workers.cpu_decoder`) and not how the library is made (`workers.kernels.cpu.build`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import weakref
+from ctypes import POINTER, Structure, c_char_p, c_double, c_float, c_int32, c_int64, c_void_p
+from enum import IntEnum
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from workers.kernels.cpu.build import KernelsUnavailable, build, choose_variant
+
+log = logging.getLogger(__name__)
+
+SPIN_MICROSECONDS = 50
+"""How long a thread without work waits before it sleeps: longer than the gaps within a step, shorter than those between
+two. The longer it is, the more a process that needs the same core suffers."""
+
+
+class Format(IntEnum):
+    """How a matrix is kept and multiplied; `Format` in matrix.h."""
+
+    FLOAT32 = 0
+    BFLOAT16 = 1
+    INT8 = 2
+
+
+class Then(IntEnum):
+    """What is done with a product; `Then` in gemm.h."""
+
+    STORE = 0
+    ADD = 1
+    SILU_TIMES_UP = 2
+    GELU_TIMES_UP = 3
+    SOFT_CAP = 4
+
+
+AllReduce = ctypes.CFUNCTYPE(c_int32, c_void_p, c_int64)
+
+
+class CDescription(Structure):
+    """`Description` in decoder.h."""
+
+    _fields_ = [
+        *[(name, c_int64) for name in ("num_layers", "hidden", "inner", "num_heads", "num_kv_heads", "head_dim")],
+        *[(name, c_int64) for name in ("first_token", "num_tokens", "num_ropes", "kv_block_size")],
+        *[(name, c_int32) for name in ("kv_is_bfloat16", "activation")],
+        *[(name, c_float) for name in ("eps", "attention_scale", "attention_soft_cap", "logit_soft_cap")],
+        ("embedding_scale", c_float),
+        ("rope_factors", c_float * 2),
+        ("rope_frequencies", c_void_p * 2),
+        *[(name, c_void_p) for name in ("embedding", "head", "final_norm")],
+        ("all_reduce", AllReduce),
+    ]
+
+
+class CLayer(Structure):
+    """`Layer` in decoder.h."""
+
+    _fields_ = [
+        *[(name, c_void_p) for name in ("qkv", "output", "gate_up", "down")],
+        *[(name, c_void_p) for name in ("attention_norm", "mlp_norm", "attention_out_norm", "mlp_out_norm")],
+        *[(name, c_void_p) for name in ("q_norm", "k_norm", "output_bias", "down_bias", "k_cache", "v_cache")],
+        *[(name, c_int64) for name in ("block_stride", "token_stride", "head_stride")],
+        *[(name, c_int32) for name in ("window", "rope")],
+    ]
+
+
+class CStep(Structure):
+    """`Step` in decoder.h."""
+
+    _fields_ = [
+        *[(name, c_int64) for name in ("num_tokens", "num_seqs", "block_table_stride")],
+        *[(name, c_void_p) for name in ("token_ids", "positions", "slots")],
+        *[(name, c_void_p) for name in ("first_queries", "seq_lens", "block_tables")],
+        ("cosines", c_void_p * 2),
+        ("sines", c_void_p * 2),
+        ("hidden", c_void_p),
+    ]
+
+
+class CCache(Structure):
+    """`Cache` in layer_ops.h."""
+
+    _fields_ = [
+        *[(name, c_void_p) for name in ("k", "v")],
+        *[(name, c_int64) for name in ("block_stride", "token_stride", "head_stride")],
+        *[(name, c_int32) for name in ("block_size", "is_bfloat16")],
+    ]
+
+
+class CAttentionCall(Structure):
+    """`AttentionCall` in attention.h."""
+
+    _fields_ = [
+        *[(name, c_int64) for name in ("num_heads", "num_kv_heads", "head_dim")],
+        *[(name, c_void_p) for name in ("first_queries", "seq_lens", "block_tables")],
+        *[(name, c_int64) for name in ("block_table_stride", "num_seqs")],
+        ("cache", CCache),
+        ("q", c_void_p),
+        ("q_stride", c_int64),
+        ("out", c_void_p),
+        ("out_stride", c_int64),
+        *[(name, c_float) for name in ("scale", "soft_cap")],
+    ]
+
+
+_SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
+    "instructions": (c_char_p, []),
+    "pool_create": (c_void_p, [c_int32, c_int32]),
+    "pool_destroy": (None, [c_void_p]),
+    "matrix_pack": (c_void_p, [c_void_p, c_int32, c_int32, c_int32, c_void_p, c_int64, c_int64, c_int64, c_void_p]),
+    "matrix_release": (None, [c_void_p]),
+    "matrix_bytes": (c_int64, [c_void_p]),
+    "matrix_row": (None, [c_void_p, c_int64, c_void_p]),
+    "decoder_create": (c_void_p, [c_void_p, POINTER(CDescription), POINTER(CLayer)]),
+    "decoder_destroy": (None, [c_void_p]),
+    "decoder_reserve": (None, [c_void_p, c_int64]),
+    "decoder_forward": (c_int32, [c_void_p, POINTER(CStep)]),
+    "decoder_logits": (None, [c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_int64]),
+    "argmax": (None, [c_void_p, c_void_p, c_int64, c_int64, c_int64, c_void_p]),
+    "linear": (None, [c_void_p, c_void_p, c_void_p, c_int64, c_int32, c_float, c_void_p]),
+    "rms_norm": (None, [c_void_p, c_void_p, c_int64, c_int64, c_float, c_void_p]),
+    "rotate": (None, [c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int64]),
+    "store_kv": (None, [c_void_p, POINTER(CCache), *[c_void_p] * 3, *[c_int64] * 5]),
+    "attend": (None, [c_void_p, POINTER(CAttentionCall), c_int32]),
+    "multiply_add": (c_double, [c_void_p, c_int64]),
+    "read": (None, [c_void_p, c_void_p, c_int64]),
+}
+
+
+class CpuKernels:
+    """The functions of one loaded library, by name and without their prefix: `kernels.rms_norm(...)`."""
+
+    def __init__(self, path: Path, variant: str) -> None:
+        try:
+            library = ctypes.CDLL(str(path))
+        except OSError as error:
+            raise KernelsUnavailable(f"cannot load {path}: {error}") from error
+        for name, (result, arguments) in _SIGNATURES.items():
+            function = getattr(library, f"antiphon_{name}")
+            function.restype, function.argtypes = result, arguments
+            setattr(self, name, function)
+        self.variant = variant
+        self.path = path
+
+    def __getattr__(self, name: str) -> Any:  # tells type checkers that there are more
+        raise AttributeError(name)
+
+    @property
+    def description(self) -> str:
+        return str(self.instructions().decode())
+
+
+def load_kernels(variant: str = "auto", cache_dir: Path | None = None) -> CpuKernels:
+    """Build or find the library, then load it.
+
+    Raises:
+        KernelsUnavailable: it cannot run here, or cannot be built; the message says why.
+    """
+    chosen = choose_variant(variant)
+    kernels = CpuKernels(build(chosen, cache_dir), chosen.name)
+    log.info("CPU kernels: %s", kernels.description)
+    return kernels
+
+
+class Pool:
+    """The threads that the kernels run on: the calling one, and helpers. One thread may call at a time."""
+
+    def __init__(self, kernels: CpuKernels, num_threads: int, *, spin_microseconds: int = SPIN_MICROSECONDS) -> None:
+        self.num_threads = num_threads
+        self.handle = _owned(self, kernels.pool_create(num_threads, spin_microseconds), kernels.pool_destroy)
+
+
+class PackedMatrix:
+    """A weight [n, k] in the library's own order.
+
+    `gated`: the rows are n / 2 gates, then n / 2 ups, multiplied with SILU_TIMES_UP or GELU_TIMES_UP.
+    `exact`: BFLOAT16 weights are multiplied by float32 activations however many rows there are.
+    """
+
+    def __init__(
+        self,
+        kernels: CpuKernels,
+        pool: Pool,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        *,
+        format: Format,  # noqa: A002
+        gated: bool = False,
+        exact: bool = False,
+    ) -> None:
+        source = weight.detach().to(torch.float32).contiguous()
+        bias = None if bias is None else bias.detach().to(torch.float32).contiguous()
+        n, k = source.shape
+        bias_address = None if bias is None else bias.data_ptr()
+        handle = kernels.matrix_pack(
+            pool.handle, int(format), int(gated), int(exact), source.data_ptr(), n, k, k, bias_address
+        )
+        self.handle = _owned(self, handle, kernels.matrix_release)
+        self.format = format
+        self.num_bytes = int(kernels.matrix_bytes(self.handle))
+
+
+def _owned(owner: object, handle: int | None, destroy: Any) -> int:
+    """The handle, destroyed when its owner is."""
+    if not handle:
+        raise MemoryError("the CPU kernels could not allocate what they need")
+    weakref.finalize(owner, destroy, handle)
+    return handle
+
+
+def cache_strides(cache: Tensor) -> tuple[int, int, int]:
+    """(block, token, head) of a layer's keys or values [B, block size, G, D], in elements, in any order of memory."""
+    assert cache.stride(3) == 1 or cache.shape[3] <= 1, "the numbers of a head must be neighbours"
+    return cache.stride(0), cache.stride(1), cache.stride(2)
+
+
+def describe_cache(k_cache: Tensor, v_cache: Tensor) -> CCache:
+    assert k_cache.dtype == v_cache.dtype and k_cache.dtype in (torch.float32, torch.bfloat16)
+    assert k_cache.shape == v_cache.shape and k_cache.stride() == v_cache.stride()
+    block, token, head = cache_strides(k_cache)
+    return CCache(
+        k=k_cache.data_ptr(),
+        v=v_cache.data_ptr(),
+        block_stride=block,
+        token_stride=token,
+        head_stride=head,
+        block_size=k_cache.shape[1],
+        is_bfloat16=int(k_cache.dtype == torch.bfloat16),
+    )

@@ -1,0 +1,54 @@
+// A weight matrix [n, k] packed for products with few or many rows. Columns of the result are cut into panels of
+// kPanel; a panel holds, for each group of 1 (fp32), 2 (bf16) or 4 (int8) neighbouring k, kPanel * group numbers: a
+// product reads its weights once, front to back. Both paddings, of n to whole panels and of k to whole groups, are 0.
+#pragma once
+
+#include <cstdint>
+
+#include "pool.h"
+#include "simd.h"
+
+namespace antiphon {
+
+enum class Format : int32_t { kFloat32 = 0, kBfloat16 = 1, kInt8 = 2 };
+
+#if defined(__AMX_INT8__) && defined(__AMX_BF16__)
+constexpr int64_t kInt8Group = 64, kBf16Group = 32;  // k of one tile
+#else
+constexpr int64_t kInt8Group = 4, kBf16Group = 2;
+#endif
+
+struct Matrix {
+  Format format;
+  // The rows of a gated matrix are n / 2 gates, then n / 2 ups; a panel holds W of each, so that a product can
+  // combine them while they are in registers. `out_columns` is n, or n / 2 where gated.
+  bool gated;
+  bool exact;  // bf16: multiply by activations in fp32 however many rows there are
+  int64_t n, k, padded_k, num_panels, out_columns;
+  void* data;
+  int64_t bytes;
+  float* bias;           // [num_panels * kPanel] in packed order, or null
+  float* scales;         // int8: weight = scale * number, per output
+  int32_t* corrections;  // int8: what the zero point of the activations adds to each sum
+
+  int64_t padded_columns() const { return num_panels * (gated ? W : kPanel); }
+  // The row of the unpacked matrix behind column `lane` of `panel`, -1 for padding.
+  int64_t row_of(int64_t panel, int lane) const {
+    if (!gated) return panel * kPanel + lane < n ? panel * kPanel + lane : -1;
+    int64_t column = panel * W + lane % W;
+    return column < n / 2 ? column + (lane < W ? 0 : n / 2) : -1;
+  }
+};
+
+// Rows of `source` are `stride` apart. `bias` [n] may be null.
+Matrix* pack(Pool& pool, Format format, bool gated, bool exact, const float* source, int64_t n, int64_t k,
+             int64_t stride, const float* bias);
+void release(Matrix* matrix);
+
+// Row `row` of the unpacked matrix, for embeddings that share the output head's weights.
+void unpack_row(const Matrix& matrix, int64_t row, float* out);
+
+// 64-byte aligned and zeroed; large ones ask for huge pages.
+void* allocate(int64_t bytes);
+
+}  // namespace antiphon

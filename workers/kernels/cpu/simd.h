@@ -1,0 +1,224 @@
+// Vectors of W floats, as wide as the instruction set that the library is compiled for. Owns the few operations the
+// kernels are written in; GCC's vector extensions give the rest (+, *, comparisons, fused multiply-add by contraction).
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#define ANTIPHON_INLINE inline __attribute__((always_inline))
+
+namespace antiphon {
+
+#if defined(__AVX512F__)
+constexpr int W = 16;
+constexpr int kMaxTileRows = 12;  // 2 * 12 accumulators of 32 registers
+#elif defined(__AVX2__)
+constexpr int W = 8;
+constexpr int kMaxTileRows = 6;  // 2 * 6 of 16
+#elif defined(__ARM_NEON)
+constexpr int W = 4;
+constexpr int kMaxTileRows = 12;
+#else
+constexpr int W = 4;
+constexpr int kMaxTileRows = 6;
+#endif
+constexpr int kPanel = 2 * W;  // output columns of one weight panel
+
+typedef float Vec __attribute__((vector_size(W * 4)));
+typedef int32_t IVec __attribute__((vector_size(W * 4)));
+typedef uint32_t UVec __attribute__((vector_size(W * 4)));
+typedef uint16_t HVec __attribute__((vector_size(W * 2)));
+
+struct bf16 {
+  uint16_t bits;
+};
+
+template <typename T>
+constexpr T round_up(T value, T unit) {
+  return (value + unit - 1) / unit * unit;
+}
+
+ANTIPHON_INLINE float to_float(bf16 x) {
+  uint32_t bits = static_cast<uint32_t>(x.bits) << 16;
+  float out;
+  memcpy(&out, &bits, 4);
+  return out;
+}
+
+ANTIPHON_INLINE float to_float(float x) { return x; }
+
+// Round to nearest, ties to even; NaNs are not kept.
+ANTIPHON_INLINE bf16 to_bf16(float x) {
+  uint32_t bits;
+  memcpy(&bits, &x, 4);
+  return bf16{static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16)};
+}
+
+ANTIPHON_INLINE void assign(float& to, float x) { to = x; }
+ANTIPHON_INLINE void assign(bf16& to, float x) { to = to_bf16(x); }
+
+ANTIPHON_INLINE Vec splat(float x) {
+  Vec v;
+  for (int i = 0; i < W; ++i) v[i] = x;
+  return v;
+}
+
+ANTIPHON_INLINE Vec load(const float* p) {
+  Vec v;
+  memcpy(&v, p, sizeof v);
+  return v;
+}
+
+ANTIPHON_INLINE Vec load(const bf16* p) {
+  HVec half;
+  memcpy(&half, p, sizeof half);
+  return reinterpret_cast<Vec>(__builtin_convertvector(half, UVec) << 16);
+}
+
+ANTIPHON_INLINE void store(float* p, Vec v) { memcpy(p, &v, sizeof v); }
+
+ANTIPHON_INLINE void store(bf16* p, Vec v) {
+  UVec bits = reinterpret_cast<UVec>(v);
+  bits = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  HVec half = __builtin_convertvector(bits, HVec);
+  memcpy(p, &half, sizeof half);
+}
+
+// By instruction, because GCC makes two of the comparison, and the header of the intrinsics takes the compiler longer
+// than the rest of this library. Where one is NaN the result is b.
+ANTIPHON_INLINE Vec vmax(Vec a, Vec b) {
+#if defined(__AVX2__)
+  Vec out;
+  asm("vmaxps %2, %1, %0" : "=v"(out) : "v"(a), "v"(b));
+  return out;
+#else
+  return a > b ? a : b;
+#endif
+}
+
+ANTIPHON_INLINE Vec vmin(Vec a, Vec b) {
+#if defined(__AVX2__)
+  Vec out;
+  asm("vminps %2, %1, %0" : "=v"(out) : "v"(a), "v"(b));
+  return out;
+#else
+  return a < b ? a : b;
+#endif
+}
+
+ANTIPHON_INLINE Vec vabs(Vec a) { return reinterpret_cast<Vec>(reinterpret_cast<UVec>(a) & 0x7fffffffu); }
+
+// v with its lanes moved by `distance`, around the end.
+template <int Distance>
+ANTIPHON_INLINE Vec turned(Vec v) {
+  IVec from;
+  for (int lane = 0; lane < W; ++lane) from[lane] = (lane + Distance) % W;
+  return __builtin_shuffle(v, from);
+}
+
+ANTIPHON_INLINE float sum_lanes(Vec v) {
+  if constexpr (W > 8) v += turned<8>(v);
+  if constexpr (W > 4) v += turned<4>(v);
+  v += turned<2>(v);
+  v += turned<1>(v);
+  return v[0];
+}
+
+ANTIPHON_INLINE float max_lane(Vec v) {
+  if constexpr (W > 8) v = vmax(v, turned<8>(v));
+  if constexpr (W > 4) v = vmax(v, turned<4>(v));
+  v = vmax(v, turned<2>(v));
+  v = vmax(v, turned<1>(v));
+  return v[0];
+}
+
+constexpr float kRoundingMagic = 12582912.0f;  // 1.5 * 2^23: adding it leaves the rounded integer in the low bits
+
+// Nearest integer of |x| < 2^22, ties to even.
+ANTIPHON_INLINE IVec round_to_int(Vec x) {
+  return reinterpret_cast<IVec>(x + kRoundingMagic) - 0x4b400000;
+}
+
+// e^x for x <= 88, within 2 ulp: 2^n e^r with |r| <= ln(2) / 2, e^r by its Taylor series. 0 below -87.
+ANTIPHON_INLINE Vec vexp_bounded(Vec x) {
+  Vec shifted = x * 1.44269504f + kRoundingMagic;
+  Vec n = shifted - kRoundingMagic;
+  Vec r = x - n * 0.693359375f;
+  r = r - n * -2.12194440e-4f;
+  Vec p = splat(1.0f / 5040);
+  p = p * r + 1.0f / 720;
+  p = p * r + 1.0f / 120;
+  p = p * r + 1.0f / 24;
+  p = p * r + 1.0f / 6;
+  p = p * r + 0.5f;
+  p = p * r + 1.0f;
+  p = p * r + 1.0f;
+  IVec exponent = (reinterpret_cast<IVec>(shifted) + (127 - 0x4b400000)) << 23;
+  return x < -87.0f ? Vec{} : p * reinterpret_cast<Vec>(exponent);
+}
+
+// For any x; saturates above 88.
+ANTIPHON_INLINE Vec vexp(Vec x) { return vexp_bounded(vmin(x, splat(88.0f))); }
+
+// Within 2e-7 of tanh, absolutely.
+ANTIPHON_INLINE Vec vtanh(Vec x) { return 1.0f - 2.0f / (vexp(2.0f * x) + 1.0f); }
+
+ANTIPHON_INLINE Vec silu(Vec x) { return x / (1.0f + vexp(-x)); }
+
+// The tanh approximation of GELU: x / 2 (1 + tanh u) = x / (1 + e^-2u), u = sqrt(2 / pi) (x + 0.044715 x^3).
+ANTIPHON_INLINE Vec gelu_tanh(Vec x) {
+  Vec u = 0.7978845608f * (x + 0.044715f * x * x * x);
+  return x / (1.0f + vexp(-2.0f * u));
+}
+
+// Lane j of the result is the sum of rows[j]: halves the number of vectors by adding neighbours, log2(W) times.
+ANTIPHON_INLINE Vec sum_each(const Vec (&rows)[W]) {
+  IVec even, odd;
+  for (int i = 0; i < W; ++i) {
+    even[i] = 2 * i;
+    odd[i] = 2 * i + 1;
+  }
+  Vec level[W];
+  for (int i = 0; i < W; ++i) level[i] = rows[i];
+#pragma GCC unroll 5
+  for (int count = W; count > 1; count /= 2) {
+#pragma GCC unroll 8
+    for (int i = 0; i < count / 2; ++i) {
+      level[i] = __builtin_shuffle(level[2 * i], level[2 * i + 1], even) +
+                 __builtin_shuffle(level[2 * i], level[2 * i + 1], odd);
+    }
+  }
+  return level[0];
+}
+
+// Rows become columns: in blocks of half the size at a time, the two off the diagonal change places.
+ANTIPHON_INLINE void transpose(Vec (&rows)[W]) {
+#pragma GCC unroll 4
+  for (int half = W / 2; half > 0; half /= 2) {
+    IVec low, high;
+    for (int lane = 0; lane < W; ++lane) {
+      low[lane] = lane & half ? W + lane - half : lane;
+      high[lane] = lane & half ? W + lane : lane + half;
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < W; ++i) {
+      if (i & half) continue;
+      Vec a = rows[i], b = rows[i + half];
+      rows[i] = __builtin_shuffle(a, b, low);
+      rows[i + half] = __builtin_shuffle(a, b, high);
+    }
+  }
+}
+
+ANTIPHON_INLINE void prefetch(const void* p) { __builtin_prefetch(p); }
+
+ANTIPHON_INLINE void cpu_relax() {
+#if defined(__x86_64__) || defined(__i386__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+}  // namespace antiphon
