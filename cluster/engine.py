@@ -78,6 +78,7 @@ class EngineLoop:
         self._reason = ""
         self._draining = self._drained = False
         self._stopping = False
+        self._num_checked_steps = 0
         self._last_progress = self._last_status = clock()
         self._status = self._make_status()
         self._thread = threading.Thread(target=self._run, name="antiphon-engine", daemon=True)
@@ -188,11 +189,22 @@ class EngineLoop:
             self._set_state("healthy")
         if now - self._last_status >= STATUS_PERIOD_S:
             self._refresh_status(now)
+            self._check_health()
         self._watch_for_stall(now)
         if self._draining and not self._streams.num_open and not self._reactor.num_pending_bytes:
             with self._changed:
                 self._drained = True
                 self._changed.notify_all()
+
+    def _check_health(self) -> None:
+        """Tell who was preempted, and look through the scheduler's books once after each busy time."""
+        stats = self._scheduler.stats()
+        if stats.preempted:
+            names = ", ".join(map(str, stats.preempted[:_MAX_EXPLAINED]))
+            log.info("preempted for want of KV blocks: %s (%d times since the start)", names, stats.num_preemptions)
+        if not self._scheduler.has_unfinished and stats.num_steps != self._num_checked_steps:
+            self._scheduler.check_integrity()
+            self._num_checked_steps = stats.num_steps
 
     def _watch_for_stall(self, now: float) -> None:
         if not self._scheduler.has_unfinished:
