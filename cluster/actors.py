@@ -120,7 +120,7 @@ class WorkerActor:
         from workers.worker import Worker
 
         started = time.monotonic()
-        self.worker = Worker(self.config, self.spec, self.group)
+        self.worker = Worker(self.config, self.spec, self.group, num_threads=self.place.num_threads)
         self.worker.load_model()
         return time.monotonic() - started
 

@@ -15,11 +15,12 @@ from typing import Any
 
 import ray
 from ray._private import state as ray_state
+from ray._private import worker as ray_worker
 from ray.exceptions import ActorDiedError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from cluster.exit_codes import DeploymentError, PlacementError, StartupError
+from cluster.exit_codes import DeploymentError, InterruptedStartError, PlacementError, StartupError
 from cluster.placement import GroupPlan, Holder, NodeResources
 from cluster.ray_environment import LOCAL
 from cluster.waiting import ActorLostError, Call, CallFailedError
@@ -65,7 +66,10 @@ class Runtime:
 
         Raises:
             StartupError: Ray did not start or did not answer.
+            InterruptedStartError: a signal came meanwhile.
         """
+        if not forward_logs:
+            _keep_ray_quiet()
         options: dict[str, Any] = {"include_dashboard": False} if address == LOCAL else {}
         attempts = NUM_ATTEMPTS_LOCAL if address == LOCAL else 1
         for attempt in range(1, attempts + 1):
@@ -79,6 +83,8 @@ class Runtime:
                     **options,
                 )
                 return cls(address=address, python_path=python_path)
+            except SystemExit as end:  # while it starts, Ray has a signal handler of its own
+                raise InterruptedStartError("stopped while Ray started") from end
             except Exception as error:  # Ray raises a dozen unrelated types here
                 ray.shutdown()
                 if attempt == attempts:  # a node that starts on a busy machine sometimes needs a second try
@@ -234,6 +240,12 @@ class Runtime:
             with contextlib.suppress(RayError, ValueError):
                 remove_placement_group(group.handle)
         ray.shutdown()
+
+
+def _keep_ray_quiet() -> None:
+    """Ray prints a paragraph to standard output whenever a process dies, and offers no switch; we say it in a line."""
+    if hasattr(ray_worker, "print_to_stdstream"):
+        ray_worker.print_to_stdstream = lambda *_, **__: None
 
 
 def own_address() -> str:

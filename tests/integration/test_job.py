@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import shutil
 import signal
 import socket
 import subprocess
@@ -50,6 +51,7 @@ class Head:
     """A cluster of one node that takes jobs."""
 
     def __init__(self, folder: Path) -> None:
+        self.folder = folder
         self.mark = secrets.token_hex(8)
         port, dashboard, agent = free_ports(3)
         self.address = f"http://127.0.0.1:{dashboard}"
@@ -89,6 +91,7 @@ class Head:
             self.process.wait(10)
         for pid in processes_marked(self.mark):
             os.kill(pid, signal.SIGKILL)
+        shutil.rmtree(self.folder, ignore_errors=True)
 
 
 @pytest.fixture

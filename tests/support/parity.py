@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from cluster.local import LocalEngine
-from configs import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
+from configs import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig, WorkerConfig
 from configs.model_spec import ModelSpec
 from tests.support.thread_executor import ThreadExecutor
 
@@ -29,6 +29,7 @@ class Setting:
     one_step_ahead: bool = True
     num_blocks: int | None = None
     max_num_seqs: int = 8
+    cpu_kernels: str = "auto"
 
     def config(self, directory: Path, num_ranks: int) -> EngineConfig:
         return EngineConfig(
@@ -45,6 +46,7 @@ class Setting:
                 max_prefill_chunk=self.prefill_chunk,
                 one_step_ahead=self.one_step_ahead,
             ),
+            worker=WorkerConfig(cpu_kernels=self.cpu_kernels),
         )
 
 
@@ -79,10 +81,10 @@ def greedy_reference(model: PreTrainedModel, prompt: list[int], num_tokens: int)
 class Ranks:
     """The weights of one model on some ranks, loaded once and used by many engines, each with a new poisoned cache."""
 
-    def __init__(self, directory: Path, num_ranks: int) -> None:
+    def __init__(self, directory: Path, num_ranks: int, *, cpu_kernels: str = "auto") -> None:
         self.spec = ModelSpec.from_directory(directory)
         self.num_ranks = num_ranks
-        self._executor = ThreadExecutor(Setting().config(directory, num_ranks), self.spec)
+        self._executor = ThreadExecutor(Setting(cpu_kernels=cpu_kernels).config(directory, num_ranks), self.spec)
 
     def engine(self, setting: Setting, engine_type: type[EngineT] = LocalEngine) -> EngineT:
         """The engine must be done before the next one is made."""
