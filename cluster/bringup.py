@@ -122,7 +122,11 @@ class BringUp:
         """From here on the configuration has no `auto` that two processes could read differently."""
         model = replace(self.config.model, dtype=budget.dtype, max_model_len=budget.max_model_len)  # type: ignore[arg-type]
         worker = replace(self.config.worker, device=plan.device, num_threads=plan.num_threads)
-        self.config = replace(self.config, model=model, worker=worker)
+        cache = self.config.cache
+        if cache.enable_prefix_caching and not spec.can_share_prefixes(budget.max_model_len):
+            cache = replace(cache, enable_prefix_caching=False)
+            self.phases.show("prefix caching is off: with dynamic rope equal prefixes have unequal KV")
+        self.config = replace(self.config, model=model, worker=worker, cache=cache)
 
     def _place(self, deployment: Deployment, plans: Sequence[GroupPlan]) -> None:
         with self.phases.phase("placement") as phase:

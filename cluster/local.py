@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from configs import EngineConfig
@@ -65,11 +65,13 @@ class LocalEngine:
 
             executor = LocalExecutor(config, spec)
         self.executor = executor
+        max_model_len = config.model.max_model_len or spec.max_model_len
+        shares_prefixes = config.cache.enable_prefix_caching and spec.can_share_prefixes(max_model_len)
         self.scheduler = Scheduler(
             config.scheduler,
-            config.cache,
+            replace(config.cache, enable_prefix_caching=shares_prefixes),
             num_blocks=executor.num_blocks,
-            max_model_len=config.model.max_model_len or spec.max_model_len,
+            max_model_len=max_model_len,
             vocab_size=spec.vocab_size,
             eos_token_ids=spec.eos_token_ids,
             engine_epoch=engine_epoch,

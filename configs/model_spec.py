@@ -102,6 +102,10 @@ class ModelSpec:
     def weight_bytes(self, dtype: str) -> int:
         return self.num_parameters * DTYPE_BYTES[dtype]
 
+    def can_share_prefixes(self, max_model_len: int) -> bool:
+        """Whether equal prefixes have equal KV: dynamic rope turns a long prompt by angles that depend on its length."""
+        return self.rope.kind != "dynamic" or max_model_len <= self.rope.original_max_len
+
     def kv_bytes_per_token(self, dtype: str) -> int:
         """Of the whole model on one rank; a rank's part follows its KV heads."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * DTYPE_BYTES[dtype]

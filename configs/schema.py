@@ -30,6 +30,7 @@ class ModelConfig:
     path: str = field(metadata={"doc": "hub id, Hugging Face directory, or .gguf file"})
     served_name: str | None = described(None, "name clients use; default: the last part of `path`")
     dtype: Dtype = described("auto", "weights and activations; auto: float32 on CPU, the checkpoint's on GPU")
+    quantization: Literal["none", "int8"] = described("none", "int8: CPU only; weights and activations in 8 bits")
     max_model_len: int | None = bounded(None, ge=1, doc="tokens per sequence; default: the model's own limit")
     load_format: Literal["auto", "random"] = described("auto", "random: weights drawn from `seed`, for benchmarks")
     seed: int = bounded(0, ge=0, le=2**63 - 1, doc="seed of random weights and of requests that bring none")
@@ -78,7 +79,11 @@ class WorkerConfig:
 
     device: Device = described("auto", "auto: cuda where the cluster has GPUs, else cpu")
     num_threads: int | None = bounded(None, ge=1, le=1024, doc="CPU threads per rank; default: its share of the node")
-    attention_backend: str = described("auto", "auto, or a name from workers.attention")
+    attention_backend: str = described(
+        "auto", "auto, fa3, fa4, flash_attn, triton, reference, or two for prefill and decode: fa4+triton"
+    )
+    cuda_graphs: bool = described(True, "on a GPU, replay decode steps from captured graphs")
+    cpu_kernels: str = described("auto", "on CPU: auto, pytorch, or C++ for amx, avx512, avx2, neon or portable")
     env: dict[str, str] = field(
         default_factory=dict, metadata={"doc": "environment of every rank; a node's own value wins"}
     )

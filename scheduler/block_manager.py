@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Iterable
 
-from scheduler.prefix_cache import CachedBlock, PrefixCache
+from scheduler.cached_block import CachedBlock
+from scheduler.prefix_cache import PrefixCache
 from scheduler.sequence import Sequence
 
 

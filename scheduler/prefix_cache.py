@@ -12,20 +12,8 @@ from collections.abc import Callable
 
 import xxhash
 
+from scheduler.cached_block import CachedBlock
 from scheduler.sequence import Sequence
-
-
-class CachedBlock:
-    """The contents of one full block: an immutable node of the prefix tree."""
-
-    __slots__ = ("block_id", "key", "parent", "salt", "tokens")
-
-    def __init__(self, block_id: int, key: bytes, parent: CachedBlock | None, tokens: bytes, salt: str) -> None:
-        self.block_id = block_id
-        self.key = key
-        self.parent = parent
-        self.tokens = tokens
-        self.salt = salt
 
 
 class PrefixCache:

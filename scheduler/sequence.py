@@ -9,13 +9,11 @@ from collections.abc import Hashable
 from collections.abc import Sequence as SequenceOf
 from enum import Enum, auto
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from scheduler.cached_block import CachedBlock
+from scheduler.prompt_scores import PromptScores
 from scheduler.sampling_params import SamplingParams
-
-if TYPE_CHECKING:
-    from scheduler.prefix_cache import CachedBlock
-    from scheduler.prompt_scores import PromptScores
 
 DEFAULT_BLOCK_SIZE = 256
 

@@ -99,6 +99,13 @@ def test_yarn_tempers_attention_unless_told_otherwise(tmp_path: Path) -> None:
     assert read(tmp_path, rope_scaling={**yarn, "mscale": 1.0, "mscale_all_dim": 1.0}).rope.attention_factor == 1.0
 
 
+def test_dynamic_rope_shares_prefixes_only_within_its_original_length(tmp_path: Path) -> None:
+    spec = read(tmp_path, rope_scaling={"type": "dynamic", "factor": 2.0})
+    assert spec.can_share_prefixes(8192)
+    assert not spec.can_share_prefixes(8193)
+    assert read(tmp_path).can_share_prefixes(10**6)
+
+
 def test_mistral_has_its_window_on_every_layer(tmp_path: Path) -> None:
     assert read(tmp_path, architectures=["MistralForCausalLM"], sliding_window=512).windows == (512,) * 30
     assert read(tmp_path, architectures=["MistralForCausalLM"], sliding_window=None).windows == (None,) * 30

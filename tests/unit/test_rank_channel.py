@@ -10,7 +10,7 @@ import pytest
 
 from cluster.errors import DeadlineExceeded, PeerClosed, ProtocolError
 from cluster.frames import STEP, FrameKind
-from cluster.rank_channel import RankChannel
+from cluster.rank_channel import RankChannel, Steps
 from cluster.transport import Connection
 from scheduler.codec import StepFormatError, decode_result, encode_plan
 from scheduler.output import StepPlan, StepResult, int32
@@ -98,3 +98,93 @@ def test_a_scheduler_that_falls_silent_ends_the_service() -> None:
     pair = Pair(silence_timeout_s=0.1)
     assert isinstance(pair.end(), DeadlineExceeded)
     pair.scheduler.close()
+
+
+class Device:
+    """Works at one step until it is told that it is done."""
+
+    def __init__(self) -> None:
+        self.launched: list[int] = []
+        self.done: set[int] = set()
+        self.changed = threading.Condition()
+
+    def steps(self) -> Steps[StepPlan]:
+        return Steps(self.launch, self.collect, lambda plan: plan.step in self.done)
+
+    def launch(self, plan: StepPlan) -> StepPlan:
+        with self.changed:
+            self.launched.append(plan.step)
+            self.changed.notify_all()
+        return plan
+
+    def collect(self, plan: StepPlan) -> StepResult:
+        with self.changed:
+            assert self.changed.wait_for(lambda: plan.step in self.done, 2.0)
+        return StepResult(plan.engine_epoch, plan.step, int32(), int32())
+
+    def finish(self, step: int) -> None:
+        with self.changed:
+            self.done.add(step)
+            self.changed.notify_all()
+
+    def wait_for(self, launched: list[int]) -> None:
+        with self.changed:
+            assert self.changed.wait_for(lambda: self.launched == launched, 2.0), self.launched
+
+
+class AheadPair(Pair):
+    """The same with a device that works by itself."""
+
+    def __init__(self) -> None:
+        self.device = Device()
+        super().__init__()
+
+    def _serve(self) -> None:
+        try:
+            self.channel.serve_ahead(self.device.steps())
+        except Exception as error:
+            self.error = error
+
+
+@pytest.fixture
+def ahead() -> Iterator[AheadPair]:
+    pair = AheadPair()
+    yield pair
+    pair.scheduler.close()
+    pair.end()
+
+
+def answered_step(pair: Pair) -> int:
+    kind, payload = pair.scheduler.recv_frame(2.0)
+    assert kind is FrameKind.RESULT
+    return decode_result(payload).step
+
+
+def test_a_plan_is_launched_while_the_device_is_at_the_one_before(ahead: AheadPair) -> None:
+    ahead.plan(0)
+    ahead.plan(1)
+    ahead.device.wait_for([0, 1])
+    ahead.plan(2)
+    ahead.device.finish(0)
+    assert answered_step(ahead) == 0
+    ahead.device.wait_for([0, 1, 2])
+    for step in (1, 2):
+        ahead.device.finish(step)
+        assert answered_step(ahead) == step
+
+
+def test_a_step_that_is_done_is_answered_though_no_plan_follows(ahead: AheadPair) -> None:
+    ahead.plan(4)
+    ahead.device.wait_for([4])
+    ahead.device.finish(4)
+    assert answered_step(ahead) == 4
+
+
+def test_a_gap_is_noticed_against_the_plan_that_was_launched_last(ahead: AheadPair) -> None:
+    ahead.plan(0)
+    ahead.device.wait_for([0])
+    ahead.plan(2)
+    kind, payload = ahead.scheduler.recv_frame(2.0)
+    assert kind is FrameKind.ERROR
+    assert "step 2 after step 0" in payload.decode()
+    assert isinstance(ahead.end(), ProtocolError)
