@@ -95,7 +95,9 @@ class IngressConfig:
 
     host: str = described("127.0.0.1", "address to listen on")
     port: int = bounded(8000, ge=0, le=65535, doc="0: any free port, printed at start")
-    api_key: str | None = described(None, "clients must send it as a bearer token")
+    api_key: str | None = field(
+        default=None, repr=False, metadata={"ge": None, "le": None, "doc": "clients must send it as a bearer token"}
+    )
     max_body_mib: float = bounded(16.0, ge=0.001, doc="largest request body")
 
 

@@ -42,6 +42,7 @@ EXPECTED_EVENTS = (
     "results of an earlier epoch",
     "resets",
     "aborts",
+    "aborts of one completion",
     "refusals",
     "full queues",
     "resumed requests",
@@ -162,9 +163,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.drive.events["full queues"] += 1
 
     @precondition(lambda self: self.drive.streams)
-    @rule(i=st.integers(0, 1000))
-    def abort(self, i: int) -> None:
-        self.drive.abort(list(self.drive.streams)[i % len(self.drive.streams)][0])
+    @rule(i=st.integers(0, 1000), alone=st.booleans())
+    def abort(self, i: int, alone: bool) -> None:
+        request_id, index = list(self.drive.streams)[i % len(self.drive.streams)]
+        self.drive.abort(request_id, index if alone else None)
 
     @rule()
     def schedule(self) -> None:
@@ -191,7 +193,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             if r.random() < arrivals:
                 self.arrive()
             if self.drive.streams and r.random() < 0.02:
-                self.abort(r.randrange(1000))
+                self.abort(r.randrange(1000), r.random() < 0.5)
             if r.random() < 0.003:
                 self.drive.lose_workers()
             self.drive.step() if r.random() < 0.9 else self.drive.collect()

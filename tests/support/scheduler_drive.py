@@ -96,11 +96,12 @@ class Drive:
             )
         self.events["requests"] += 1
 
-    def abort(self, request_id: Hashable) -> None:
-        self.scheduler.abort(request_id)
-        for key in [key for key in self.streams if key[0] == request_id]:
+    def abort(self, request_id: Hashable, index: int | None = None) -> None:
+        """The whole request, or completion `index` of it alone."""
+        self.scheduler.abort(request_id, index)
+        for key in [key for key in self.streams if key[0] == request_id and index in (None, key[1])]:
             del self.streams[key]
-            self.events["aborts"] += 1
+            self.events["aborts" if index is None else "aborts of one completion"] += 1
 
     def schedule(self) -> StepPlan | None:
         """Send the next plan, if the scheduler may send one; its result is held back."""

@@ -143,6 +143,26 @@ def test_abort_of_forked_completions_while_decoding() -> None:
     assert everything_is_free(story)
 
 
+def test_abort_of_one_completion_leaves_its_siblings() -> None:
+    story = Story()
+    story.add("a", 6, n=3, max_tokens=8)
+    for _ in range(3):
+        story.step()
+    story.scheduler.abort("a", 1)
+    assert story.scheduler.num_running == 2
+    story.run()
+    assert everything_is_free(story)
+
+
+def test_abort_of_the_lead_before_its_prompt_is_computed_sets_its_siblings_free() -> None:
+    story = Story()
+    story.add("a", 6, n=3)
+    story.scheduler.abort("a", 0)
+    assert story.scheduler.num_waiting == 2
+    story.run()
+    assert everything_is_free(story)
+
+
 def test_abort_between_plan_and_result() -> None:
     story = Story()
     story.add("a", 6)
