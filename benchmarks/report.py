@@ -30,9 +30,10 @@ def environment(packages: Iterable[str] = ("numpy", "xxhash")) -> dict[str, str]
 
 def command() -> str:
     """The command that was given, free of this machine's paths."""
-    module = Path(sys.argv[0]).stem
+    spec = sys.modules["__main__"].__spec__
+    module = f"benchmarks.{Path(sys.argv[0]).stem}" if spec is None else spec.name
     arguments = [Path(a).name if "/" in a else a for a in sys.argv[1:]]
-    return " ".join(["python -m", f"benchmarks.{module}", *arguments])
+    return " ".join(["python -m", module, *arguments])
 
 
 def heading(packages: Iterable[str] = ("numpy", "xxhash")) -> str:

@@ -135,7 +135,7 @@ class WorkerActor:
     @reporting
     def run(self, address: Address, token: str, engine_epoch: int) -> None:
         """Answer the scheduler until it says goodbye. The end of this call tells others that the rank is gone."""
-        from cluster.rank_channel import RankChannel
+        from cluster.rank_channel import RankChannel, Steps
 
         channel = RankChannel.connect(
             address,
@@ -146,7 +146,10 @@ class WorkerActor:
             config=self.config.cluster,
         )
         try:
-            channel.serve(self.worker.execute)
+            if self.worker.device.type == "cuda":
+                channel.serve_ahead(Steps(self.worker.launch, self.worker.collect, lambda pending: pending.is_done()))
+            else:
+                channel.serve(self.worker.execute)
         finally:
             self.worker.close()
 
@@ -201,12 +204,12 @@ class SchedulerActor:
         self._running().wait_until_healthy(timeout)
 
     @reporting
-    def run(self) -> str:
-        """Wait for the end of the engine: the root error, or nothing if it was stopped."""
+    def run(self) -> tuple[str, bool]:
+        """Wait for the end of the engine: the root error, if it was not stopped, and whether that is secondhand."""
         loop = self._running()
         while (status := loop.status()).state not in ("failed", "stopped"):
             time.sleep(STATUS_POLL_S)
-        return status.reason if status.state == "failed" else ""
+        return (status.reason, loop.is_reason_secondhand) if status.state == "failed" else ("", False)
 
     @reporting
     def status(self) -> Status:

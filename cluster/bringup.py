@@ -21,6 +21,7 @@ from cluster.phases import Phases
 from cluster.placement import GroupPlan, NodeResources, choose_device, order_ranks, plan_groups
 from cluster.preflight import Budget, check_memory, check_table, compute_budget
 from cluster.preparation import Preparation
+from cluster.text.processor import TextProcessor
 from cluster.waiting import Call, collect
 from configs.build import config_to_dict
 from configs.model_spec import ModelSpec
@@ -96,6 +97,7 @@ class BringUp:
             directory = preparation.wait(self.timeout, self.stop)
             phase.note(str(directory))
             try:
+                TextProcessor.from_directory(directory)  # every door will need it, and loading weights may take long
                 return ModelSpec.from_directory(directory)
             except ValueError as error:
                 raise ModelError(str(error)) from error

@@ -76,6 +76,7 @@ class EngineLoop:
         self._changed = threading.Condition()
         self._state: EngineState = "starting"
         self._reason = ""
+        self.is_reason_secondhand = False  # see `EngineFailed`
         self._draining = self._drained = False
         self._stopping = False
         self._num_checked_steps = 0
@@ -110,7 +111,7 @@ class EngineLoop:
 
     def fail(self, reason: str) -> None:
         """Another observer (Ray) saw the workers die: answer every stream with `reason`. The first reason stays."""
-        self._command(lambda: self._fail(reason))
+        self._command(lambda: self._fail(reason, is_secondhand=True))
 
     def drain(self, timeout: float) -> bool:
         """Refuse new requests and let the others finish; True if all did within `timeout`, the rest is failed."""
@@ -155,7 +156,7 @@ class EngineLoop:
             self._fill_pipeline()
             self._look_after(self._clock())
         except EngineFailed as error:
-            self._fail(str(error))
+            self._fail(str(error), is_secondhand=error.is_secondhand)
         except Exception as error:
             log.exception("the engine loop failed")
             self._fail(f"internal error of the scheduler: {type(error).__name__}: {error}")
@@ -232,11 +233,11 @@ class EngineLoop:
             "draining": "the engine is draining: it finishes running requests and takes no new ones",
         }.get(self._state, f"the engine failed: {self._reason}")
 
-    def _fail(self, reason: str) -> None:
+    def _fail(self, reason: str, *, is_secondhand: bool = False) -> None:
         if self._state in ("failed", "stopped"):
             return
         log.error("engine failed: %s", reason)
-        self._reason = reason
+        self._reason, self.is_reason_secondhand = reason, is_secondhand
         self._set_state("failed")
         self._streams.fail_all(reason)
         self._ranks.close()

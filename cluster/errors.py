@@ -75,4 +75,11 @@ class GenerationFailed(RequestError):
 
 
 class EngineFailed(RuntimeError):
-    """The engine cannot go on; the message is the root error, the first that was seen."""
+    """The engine cannot go on; the message is the root error, the first that was seen.
+
+    `is_secondhand`: a process was lost or reported an error, and its own end says more than what was seen of it here.
+    """
+
+    def __init__(self, message: str, *, is_secondhand: bool = False) -> None:
+        super().__init__(message)
+        self.is_secondhand = is_secondhand

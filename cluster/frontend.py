@@ -16,7 +16,7 @@ from typing import Any, Self
 
 from cluster.errors import InvalidRequest, Overloaded, Unavailable
 from cluster.generation import Delta, Generation, GenerationOptions
-from cluster.protocol import Status
+from cluster.protocol import Status, size_of_scores
 from cluster.replica_client import ReplicaClient
 from cluster.router import Router
 from cluster.text.processor import TextProcessor
@@ -25,6 +25,10 @@ from scheduler.sampling_params import MAX_SEED, SamplingParams
 
 ANSWER_TIMEOUT_S = 30.0
 """For a scheduler to take or to refuse a request; it does so within one turn of its loop."""
+
+MAX_SCORES = 32 * 1024 * 1024  # bytes: half of what a frame holds
+MOST_SHRINKING = 4
+"""A tokenizer may normalize a text before it cuts it: to as little as a quarter, where it composes characters."""
 
 
 class Frontend:
@@ -104,6 +108,15 @@ class Frontend:
         """Whether at least one replica has all its ranks and takes requests."""
         return any(status is not None and status.is_healthy for status in self.status())
 
+    async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Raises: InvalidRequest, without the work of tokenizing where a text is too long for any of our models."""
+        self._refuse_too_long(text)
+        return await self.text.encode(text, add_special_tokens=add_special_tokens)
+
+    async def encode_chat(self, messages: Sequence[dict[str, Any]], /, **template_arguments: Any) -> list[int]:
+        """Raises: InvalidRequest, also where the template refuses the messages."""
+        return await self.encode(self.text.template.render(messages, **template_arguments), add_special_tokens=False)
+
     async def submit(
         self, prompt_ids: Sequence[int], params: SamplingParams, options: GenerationOptions | None = None
     ) -> Generation:
@@ -115,6 +128,20 @@ class Frontend:
         options = options or GenerationOptions()
         if not prompt_ids:
             raise InvalidRequest("the prompt is empty; give at least one token", parameter="prompt")
+        limit = self._max_model_len
+        # The scheduler would say the same, at the cost of everybody's next step.
+        if limit is not None and len(prompt_ids) >= limit:
+            raise InvalidRequest(
+                f"the prompt has {len(prompt_ids)} tokens and leaves no room for a completion within the model's limit "
+                f"of {limit} tokens; shorten it",
+                parameter="prompt",
+            )
+        if params.prompt_logprobs is not None and size_of_scores(len(prompt_ids), params.prompt_logprobs) > MAX_SCORES:
+            raise InvalidRequest(
+                f"the log-probabilities of {len(prompt_ids)} prompt tokens are too many for one answer; "
+                "ask for fewer alternatives, or without echo",
+                parameter="logprobs",
+            )
         if params.seed is None:
             params = replace(params, seed=self._seeds.randint(0, MAX_SEED))
         refusal: Unavailable | Overloaded | None = None
@@ -143,7 +170,7 @@ class Frontend:
         Raises:
             RequestError: refused, or lost on the way.
         """
-        prompt_ids = await self.text.encode(prompt) if isinstance(prompt, str) else prompt
+        prompt_ids = await self.encode(prompt) if isinstance(prompt, str) else prompt
         generation = await self.submit(prompt_ids, params, options)
         try:
             async for deltas in generation:
@@ -160,7 +187,7 @@ class Frontend:
         **template_arguments: Any,
     ) -> AsyncGenerator[Delta, None]:
         """`generate` for a conversation, ready for the assistant's answer."""
-        prompt_ids = await self.text.encode_chat(messages, **template_arguments)
+        prompt_ids = await self.encode_chat(messages, **template_arguments)
         async with contextlib.aclosing(self.generate(prompt_ids, params, options)) as deltas:
             async for delta in deltas:
                 yield delta
@@ -178,6 +205,19 @@ class Frontend:
         except BaseException:
             replica.abort(generation)
             raise
+
+    @property
+    def _max_model_len(self) -> int | None:
+        return max((status.max_model_len for status in self.status() if status is not None), default=None)
+
+    def _refuse_too_long(self, text: str) -> None:
+        limit = self._max_model_len
+        if limit is not None and len(text) > MOST_SHRINKING * self.text.tokenizer.longest_token * limit:
+            raise InvalidRequest(
+                f"the prompt has {len(text):,} characters, more than the model's limit of {limit} tokens can hold; "
+                "shorten it",
+                parameter="prompt",
+            )
 
     def _loads(self) -> list[int | None]:
         """Replicas that are connected and not known to refuse."""

@@ -41,10 +41,9 @@ class Greeter:
         self._deadlines: dict[QueuedConnection, float] = {}
 
     def on_peer(self, sock: socket.socket) -> None:
-        """A new connection, whoever it is."""
+        """A new connection, whoever it is. Whoever has been silent for longest makes room: our own greet at once."""
         if len(self._deadlines) >= MAX_STRANGERS:
-            sock.close()
-            return
+            self._dismiss(next(iter(self._deadlines)), "too many others wait to be greeted")
         connection = QueuedConnection(sock, allowed=_GREETING, max_pending=_MAX_PENDING)
         self._deadlines[connection] = self._clock() + HANDSHAKE_TIMEOUT_S
         self._reactor.add(

@@ -77,13 +77,14 @@ def generate(
 ) -> None:
     """Answer prompts offline: one is streamed to standard output, several are answered as a batch."""
     with _one_line_errors():
-        from cluster.offline import generate_batch, read_prompts
+        from cluster.offline import generate_batch, opened
+        from cluster.prompts import read_prompts
 
         prompts = read_prompts(prompt or [], file, as_chat=chat_template)
         engine = _load(config, overrides)
         params = _sampling_params(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
-        with _launched(engine, with_ingress=False, verbose=verbose) as supervisor:
-            generate_batch(supervisor, prompts, params, output=output, console=errors)
+        with opened(output) as sink, _launched(engine, with_ingress=False, verbose=verbose) as supervisor:
+            generate_batch(supervisor, prompts, params, sink=sink, console=errors)
 
 
 @app.command()
@@ -150,6 +151,13 @@ def _sampling_params(**options: Any) -> Any:
     return SamplingParams(**options)
 
 
+def _home() -> Path:
+    try:
+        return Path.home()
+    except RuntimeError:  # an account without one, as in many containers
+        return Path("/nonexistent")
+
+
 @contextmanager
 def _launched(config: EngineConfig, *, with_ingress: bool, verbose: bool) -> Iterator[Supervisor]:
     """A deployment, after everything that can be refused without Ray has been looked at."""
@@ -163,7 +171,7 @@ def _launched(config: EngineConfig, *, with_ingress: bool, verbose: bool) -> Ite
     address = choose_address(config.cluster.address, os.environ)
     if address != LOCAL:
         check_reachable(address)
-    os.environ.update(ray_environment(address, os.environ, Path.home()))
+    os.environ.update(ray_environment(address, os.environ, _home()))
     stop = StopRequest()
     stop.install()
 

@@ -1,6 +1,6 @@
 """Answering without HTTP: a batch of prompts, or a conversation at the terminal.
 
-Owns reading prompts, progress and output. The engine is reached through a `Frontend` in this process, over the same
+Owns progress and output. The engine is reached through a `Frontend` in this process, over the same
 sockets as the ingress uses.
 """
 
@@ -9,19 +9,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from cluster.errors import RequestError
+from cluster.errors import InvalidRequest, RequestError
 from cluster.exit_codes import DeploymentError, EngineLostError, InterruptedStartError, UsageError
+from cluster.prompts import Message, Prompt
 from scheduler.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -29,20 +32,6 @@ if TYPE_CHECKING:
     from cluster.supervisor import Supervisor
 
 WATCH_S = 0.2
-Message = dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """One thing to be continued: plain text, or a conversation."""
-
-    index: int
-    text: str | None = None
-    messages: tuple[Message, ...] = ()
-
-    @property
-    def summary(self) -> str:
-        return self.text if self.text is not None else str(self.messages[-1].get("content", ""))
 
 
 @dataclass(slots=True)
@@ -61,46 +50,34 @@ class Answer:
         return json.dumps({"index": self.prompt.index, **source, **result}, ensure_ascii=False)
 
 
-def read_prompts(given: Iterable[str], file: Path | None, *, as_chat: bool) -> list[Prompt]:
-    """The prompts of the command line, then those of `file`.
+@contextlib.contextmanager
+def opened(output: Path | None) -> Iterator[IO[str] | None]:
+    """Where the answers go, opened before a model is loaded for them.
 
     Raises:
-        UsageError: there are none, or the file cannot be read; the message names the line.
+        UsageError: it cannot be written.
     """
-    entries: list[str | list[Message]] = list(given)
-    if file is not None:
-        try:
-            lines = file.read_text(encoding="utf-8").splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            raise UsageError(f"{file} cannot be read: {error}") from error
-        for number, line in enumerate(lines, start=1):
-            if line.strip():
-                entries.append(_parse_entry(line, f"{file}:{number}") if file.suffix == ".jsonl" else line)
-    if not entries:
-        raise UsageError("there is nothing to answer; give --prompt TEXT or --file FILE")
-    prompts = []
-    for index, entry in enumerate(entries):
-        if isinstance(entry, list):
-            prompts.append(Prompt(index, messages=tuple(entry)))
-        elif as_chat:
-            prompts.append(Prompt(index, messages=({"role": "user", "content": entry},)))
-        else:
-            prompts.append(Prompt(index, text=entry))
-    return prompts
-
-
-def _parse_entry(line: str, place: str) -> str | list[Message]:
     try:
-        entry = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise UsageError(f"{place}: not JSON ({error}); give one object per line") from error
-    if isinstance(entry, dict):
-        if isinstance(entry.get("prompt"), str):
-            return str(entry["prompt"])
-        messages = entry.get("messages")
-        if isinstance(messages, list) and messages and all(isinstance(message, dict) for message in messages):
-            return messages
-    raise UsageError(f'{place}: give an object with "prompt" (text) or "messages" (a list of role and content)')
+        sink = output.open("w", encoding="utf-8") if output else None
+    except OSError as error:
+        raise UsageError(f"{output} cannot be written: {error.strerror}; give another --output") from error
+    try:
+        yield sink
+    finally:
+        if sink:
+            with contextlib.suppress(OSError):  # every answer was flushed: what could not be written has been said
+                sink.close()
+
+
+@contextlib.contextmanager
+def _writing() -> Iterator[None]:
+    """Raises: UsageError, where nobody reads any more, as behind `| head`, or where the disk is full."""
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, BrokenPipeError):  # the interpreter would try again, at its end
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise UsageError(f"the answers cannot be written: {error.strerror or error}") from error
 
 
 @asynccontextmanager
@@ -132,16 +109,14 @@ async def _watch(supervisor: Supervisor) -> None:
 
 
 def generate_batch(
-    supervisor: Supervisor, prompts: Sequence[Prompt], params: SamplingParams, *, output: Path | None, console: Console
+    supervisor: Supervisor, prompts: Sequence[Prompt], params: SamplingParams, *, sink: IO[str] | None, console: Console
 ) -> None:
     """Answer every prompt. One is streamed to standard output; several are shown as they finish.
 
     Raises:
         DeploymentError: the deployment was lost, the user stopped it, or prompts were refused.
     """
-    with contextlib.ExitStack() as stack:
-        sink = stack.enter_context(output.open("w", encoding="utf-8")) if output else None
-        asyncio.run(_generate_all(supervisor, prompts, params, sink, console))
+    asyncio.run(_generate_all(supervisor, prompts, params, sink, console))
 
 
 async def _generate_all(
@@ -165,8 +140,8 @@ async def _generate_all(
                             num_tokens += num_new
                             progress.update(task, tokens=num_tokens)
                             if show_live:
-                                sys.stdout.write(text)
-                                sys.stdout.flush()
+                                with _writing():
+                                    print(text, end="", flush=True)
                     except RequestError as error:
                         result.error = str(error)
                 progress.advance(task)
@@ -194,13 +169,14 @@ async def _deltas(
 
 
 def _publish(answer: Answer, sink: IO[str] | None, console: Console, was_shown: bool) -> None:
-    if sink is not None:
-        sink.write(answer.as_json() + "\n")
-        sink.flush()
-    elif was_shown:
-        print(flush=True)
-    elif answer.error is None:
-        print(f"[{answer.prompt.index}] {answer.prompt.summary}\n{answer.text.strip()}\n", flush=True)
+    with _writing():
+        if sink is not None:
+            sink.write(answer.as_json() + "\n")
+            sink.flush()
+        elif was_shown:
+            print(flush=True)
+        elif answer.error is None:
+            print(f"[{answer.prompt.index}] {answer.prompt.summary}\n{answer.text.strip()}\n", flush=True)
 
 
 async def _all_or_lost(supervisor: Supervisor, work: Sequence[Any]) -> list[Any]:
@@ -233,7 +209,12 @@ def converse(supervisor: Supervisor, params: SamplingParams, *, system: str | No
         try:
             while line := _ask(console):
                 messages.append({"role": "user", "content": line})
-                reply = runner.run(_reply(supervisor, frontend, messages, params, console))
+                try:
+                    reply = runner.run(_reply(supervisor, frontend, messages, params, console))
+                except InvalidRequest as error:  # as a rule: the conversation has become too long
+                    console.print(f"[bold red]not answered:[/bold red] {escape(str(error))}", highlight=False)
+                    messages.pop()
+                    continue
                 messages.append({"role": "assistant", "content": reply})
         finally:
             runner.run(frontend_context.__aexit__(None, None, None))
@@ -257,6 +238,8 @@ async def _reply(
     try:
         async for text, _ in _deltas(frontend, answer.prompt, params, answer):
             console.print(text, end="", markup=False, highlight=False, soft_wrap=True)
+    except InvalidRequest:
+        raise
     except RequestError as error:
         supervisor.check()
         raise EngineLostError(str(error)) from error

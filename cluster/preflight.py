@@ -16,7 +16,7 @@ from rich.table import Table
 
 from cluster.exit_codes import AddressError, PlacementError, UsageError
 from cluster.placement import DeviceKind, GroupPlan, NodeResources
-from configs.model_spec import DTYPE_BYTES, ModelSpec
+from configs.model_spec import ModelSpec
 from configs.schema import EngineConfig
 from configs.sharding import HeadShard, imbalance, split_heads
 
@@ -83,12 +83,13 @@ def compute_budget(config: EngineConfig, spec: ModelSpec, device: DeviceKind) ->
 def _rank_budget(
     config: EngineConfig, spec: ModelSpec, device: DeviceKind, dtype: str, rank: int, shard: HeadShard
 ) -> RankBudget:
-    num_parameters = spec.num_rank_parameters(rank, config.parallel.tensor_parallel_size)
+    loaded = spec.unquantized() if config.model.load_format == "random" else spec
+    num_ranks = config.parallel.tensor_parallel_size
     kv_per_token = spec.kv_bytes_per_token(dtype) * shard.num_kv_heads // spec.num_kv_heads
     return RankBudget(
         rank=rank,
         shard=shard,
-        weight_bytes=num_parameters * DTYPE_BYTES[dtype],
+        weight_bytes=loaded.rank_weight_bytes(rank, num_ranks, dtype, kept=device == "cuda"),
         kv_bytes_per_token=kv_per_token,
         kv_bytes=_kv_bytes(config, device, kv_per_token),
     )
@@ -176,6 +177,8 @@ def check_table(
 
 def _model_rows(config: EngineConfig, spec: ModelSpec, budget: Budget) -> Mapping[str, str]:
     size = f"{spec.num_parameters / 1e6:,.1f}M parameters"
+    if spec.quantization is not None and config.model.load_format == "auto":
+        size += f", {spec.quantization.describe()}"
     return {
         "model": f"{config.model.path} ({spec.architecture}, {size}, {budget.dtype})",
         "longest sequence": f"{budget.max_model_len:,} tokens (the model's own limit: {spec.max_model_len:,})",

@@ -157,10 +157,14 @@ def pack_scores(scores: TokenLogprobs) -> Scores:
     return Scores(num_rows, num_top, b"".join(array.tobytes() for array in arrays))
 
 
+def size_of_scores(num_rows: int, num_top: int) -> int:
+    return 4 * num_rows * (3 + 2 * num_top)
+
+
 def unpack_scores(scores: Scores) -> TokenLogprobs:
     """Raises: ProtocolError."""
     rows, top = scores.num_rows, scores.num_top
-    if rows < 0 or top < 0 or len(scores.data) != 4 * rows * (3 + 2 * top):
+    if rows < 0 or top < 0 or len(scores.data) != size_of_scores(rows, top):
         raise ProtocolError(f"{len(scores.data)} bytes are not the scores of {rows} tokens with {top} alternatives")
     words = np.frombuffer(scores.data, "<i4")
     ids, values, ranks, top_ids, top_values = np.split(words, np.cumsum([rows, rows, rows, rows * top]))

@@ -14,7 +14,10 @@ import sys
 import threading
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 from cluster.errors import DeadlineExceeded, PeerClosed, ProtocolError, TransportError
 from cluster.frames import STEP, FrameKind, Hello, encode_frame
@@ -24,7 +27,21 @@ from scheduler.codec import decode_plan, encode_result
 from scheduler.output import StepPlan, StepResult
 
 ORPHANED_EXIT_CODE = 70
+POLL_S = 0.0001
+"""Between two looks at the device and the stream while a device is at work."""
 _MAX_ERROR_BYTES = 32 * 1024
+
+P = TypeVar("P")
+
+
+@dataclass(frozen=True, slots=True)
+class Steps(Generic[P]):
+    """How plans are executed: `launch` starts one, `collect` waits for it; rank 0 gets a result, the others None."""
+
+    launch: Callable[[StepPlan], P]
+    collect: Callable[[P], StepResult | None]
+    is_done: Callable[[P], bool]  # `collect` would not wait
+    most_in_hand: int = 2
 
 
 def exit_process(reason: str) -> None:
@@ -50,7 +67,9 @@ class RankChannel:
         self.heartbeat_s = heartbeat_s
         self.silence_timeout_s = silence_timeout_s
         self.on_orphaned = on_orphaned
-        self.last_step = -1
+        self.last_step = -1  # answered
+        self._last_launched = -1
+        self._in_hand: deque[tuple[int, Any]] = deque()  # step, what its launch returned; the oldest first
         self._send_lock = threading.Lock()
         self._step_started: float | None = None
         self._closed = threading.Event()
@@ -89,20 +108,38 @@ class RankChannel:
             PeerClosed, DeadlineExceeded: the scheduler is gone, or silent for longer than it ever is.
             Exception: whatever `execute` raised, after the scheduler was told.
         """
+        self._serve(Steps(launch=execute, collect=lambda result: result, is_done=lambda _: True, most_in_hand=1))
+
+    def serve_ahead(self, steps: Steps[Any]) -> None:
+        """The same with a device that works by itself: a plan is launched while it is at the one before.
+
+        Raises: as `serve` does.
+        """
+        self._serve(steps)
+
+    def _serve(self, steps: Steps[Any]) -> None:
         pulse = threading.Thread(target=self._pulse, name="antiphon-pulse", daemon=True)
         pulse.start()
         try:
-            while self._answer_next(execute):
+            while self._answer_next(steps):
                 pass
         finally:
             self._closed.set()
             self.connection.close()
             pulse.join(timeout=self.heartbeat_s + 1.0)
 
-    def _answer_next(self, execute: Callable[[StepPlan], StepResult | None]) -> bool:
-        kind, payload = self.connection.recv_frame(self.silence_timeout_s)
+    def _answer_next(self, steps: Steps[Any]) -> bool:
+        if self._oldest_is_due(steps):
+            self._send(self._collect(steps))
+            return True
+        try:
+            kind, payload = self.connection.recv_frame(self.silence_timeout_s)
+        except DeadlineExceeded as error:
+            raise DeadlineExceeded(
+                f"the scheduler was silent for {self.silence_timeout_s:g} s; it hangs, or its node is cut off"
+            ) from error
         if kind is FrameKind.PLAN:
-            self._send(self._execute(payload, execute))
+            self._launch(payload, steps)
         elif kind is FrameKind.PING:
             self._send(encode_frame(FrameKind.PONG, STEP.pack(self.last_step)))
         elif kind is FrameKind.SHUTDOWN:
@@ -111,27 +148,50 @@ class RankChannel:
             raise ProtocolError(f"the scheduler sent {kind.name} to a rank")
         return True
 
-    def _execute(self, payload: bytes, execute: Callable[[StepPlan], StepResult | None]) -> bytes:
-        self._step_started = time.monotonic()
+    def _oldest_is_due(self, steps: Steps[Any]) -> bool:
+        """Wait until the oldest step in hand is done (True) or a frame has come, which goes first (False)."""
+        if not self._in_hand:
+            return False
+        if len(self._in_hand) == steps.most_in_hand:
+            return True
+        while not self.connection.has_arrived():
+            if steps.is_done(self._in_hand[0][1]):
+                return True
+            time.sleep(POLL_S)
+        return False
+
+    def _launch(self, payload: bytes, steps: Steps[Any]) -> None:
+        if not self._in_hand:
+            self._step_started = time.monotonic()
         try:
             plan = decode_plan(payload)
             self._check_order(plan)
-            result = execute(plan)
+            self._in_hand.append((plan.step, steps.launch(plan)))
+        except Exception as error:
+            self._step_started = None
+            self._report(error)
+            raise
+        self._last_launched = plan.step
+
+    def _collect(self, steps: Steps[Any]) -> bytes:
+        step, launched = self._in_hand.popleft()
+        try:
+            result = steps.collect(launched)
         except Exception as error:
             self._report(error)
             raise
         finally:
-            self._step_started = None
-        self.last_step = plan.step
+            self._step_started = time.monotonic() if self._in_hand else None
+        self.last_step = step
         if result is None:
-            return encode_frame(FrameKind.DONE, STEP.pack(plan.step))
+            return encode_frame(FrameKind.DONE, STEP.pack(step))
         return encode_frame(FrameKind.RESULT, encode_result(result))
 
     def _check_order(self, plan: StepPlan) -> None:
         if plan.engine_epoch != self.engine_epoch:
             raise ProtocolError(f"plan of epoch {plan.engine_epoch}, this rank is of epoch {self.engine_epoch}")
-        if self.last_step >= 0 and plan.step != self.last_step + 1:
-            raise ProtocolError(f"plan of step {plan.step} after step {self.last_step}")
+        if self._last_launched >= 0 and plan.step != self._last_launched + 1:
+            raise ProtocolError(f"plan of step {plan.step} after step {self._last_launched}")
 
     def _report(self, error: Exception) -> None:
         trace = "".join(traceback.format_exception(error))

@@ -25,6 +25,9 @@ MAX_PENDING_TO_RANK = 512 * 1024 * 1024
 ERROR_GRACE_S = 0.15
 """A rank that reports an error may only be the neighbour of one that was killed; wait this long for its end of file."""
 
+LONGEST_TURN_S = 5.0
+"""The engine looks after its ranks at least once a second; a turn longer than this was a pause of its process."""
+
 _PING = encode_frame(FrameKind.PING)
 _SHUTDOWN = encode_frame(FrameKind.SHUTDOWN)
 
@@ -69,6 +72,8 @@ class RankGroup:
         self._in_flight: deque[tuple[int, float]] = deque()  # (step, when it became the oldest or was sent)
         self._failure: str | None = None
         self._failure_due = math.inf
+        self._is_secondhand = True
+        self._last_check = clock()
 
     @property
     def is_complete(self) -> bool:
@@ -83,8 +88,8 @@ class RankGroup:
         return [rank for rank in range(self.num_ranks) if rank not in self.peers]
 
     @property
-    def idle_timeout_s(self) -> float:
-        """Silence after which an idle rank, which has nothing to do but to answer a PING, is taken for hung."""
+    def silence_timeout_s(self) -> float:
+        """Silence after which a rank is taken for hung: an idle one answers a PING, one in a step pulses unasked."""
         return min(self._config.step_timeout_s, 10 * self._config.heartbeat_s)
 
     def join(self, hello: Hello, connection: QueuedConnection) -> None:
@@ -128,20 +133,38 @@ class RankGroup:
             EngineFailed: a rank is lost; the message names it, the reason and its last acknowledged step.
         """
         if self._failure is not None and now >= self._failure_due:
-            raise EngineFailed(self._failure)
+            raise EngineFailed(self._failure, is_secondhand=self._is_secondhand)
+        self._forgive_pause(now)
         if self._in_flight:
-            deadline = self._in_flight[0][1] + self._config.step_timeout_s
+            deadline = self._step_deadline()
             if now >= deadline:
                 raise EngineFailed(self._explain_timeout(now))
             return min(deadline, self._failure_due)
         return min(self._ping_silent(now), self._failure_due)
+
+    def _forgive_pause(self, now: float) -> None:
+        """While this process itself was stopped it heard nobody; that is nobody's silence."""
+        pause, self._last_check = now - self._last_check, now
+        if pause < max(self.silence_timeout_s / 2, LONGEST_TURN_S):
+            return
+        self._in_flight = deque((step, since + pause) for step, since in self._in_flight)
+        for peer in self.peers.values():
+            peer.last_heard += pause
+            if peer.first_unanswered_ping is not None:
+                peer.first_unanswered_ping += pause
+
+    def _step_deadline(self) -> float:
+        """When the oldest step is late, or one of the ranks that are still in it has been silent for too long."""
+        step, since = self._in_flight[0]
+        heard = (max(peer.last_heard, since) for peer in self.peers.values() if peer.last_step < step)
+        return min(since + self._config.step_timeout_s, min(heard, default=math.inf) + self.silence_timeout_s)
 
     def _ping_silent(self, now: float) -> float:
         heartbeat = self._config.heartbeat_s
         due = math.inf
         for peer in self.peers.values():
             asked = peer.first_unanswered_ping
-            if asked is not None and now - asked >= self.idle_timeout_s:
+            if asked is not None and now - asked >= self.silence_timeout_s:
                 raise EngineFailed(
                     f"{peer.name} hung while idle: no sign of life for {now - peer.last_heard:.1f} s "
                     f"(last acknowledged step: {peer.acknowledged})"
@@ -189,11 +212,12 @@ class RankGroup:
             return
         reason = "died" if isinstance(error, PeerClosed) else f"was lost ({error})"
         self._failure = f"{peer.name} {reason} (last acknowledged step: {peer.acknowledged})"
+        self._is_secondhand = isinstance(error, PeerClosed)
         self._failure_due = self._clock()
 
     def _explain_timeout(self, now: float) -> str:
         """Name who is to blame for a step that was not answered: the silent ones, else all that are still in it."""
-        step = self._in_flight[0][0]
+        step, since = self._in_flight[0]
         behind = [peer for peer in self.peers.values() if peer.last_step < step]
         silent = [peer for peer in behind if now - peer.last_heard > 3 * self._config.heartbeat_s]
         culprits = silent or behind or list(self.peers.values())
@@ -203,4 +227,4 @@ class RankGroup:
             f"last heard {now - peer.last_heard:.1f} s ago"
             for peer in culprits
         )
-        return f"step {step} was not answered within {self._config.step_timeout_s:g} s: {details}"
+        return f"step {step} was not answered within {now - since:.1f} s: {details}"

@@ -47,6 +47,7 @@ SILENCE_TIMEOUT_S = 15.0
 """A scheduler reports its state every second; one that has been silent for this long is stopped or cut off."""
 
 RECONNECT_PERIOD_S = 0.5
+_LOOKS = 10  # in that time
 _MAX_UNSENT = 64 * 1024 * 1024
 _GREETING = frozenset({FrameKind.WELCOME, FrameKind.REFUSED})
 _TALK = frozenset({FrameKind.MESSAGE})
@@ -123,11 +124,13 @@ class ReplicaClient:
         raise stream.error or TransportError("the scheduler closed the stream")
 
     async def _watch(self, stream: _Stream) -> None:
+        num_silent_looks = 0  # not by the clock: while this process stands still, nobody else is to blame
         while not stream.closed.is_set():
             num_bytes = stream.num_received
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(stream.closed.wait(), SILENCE_TIMEOUT_S)
-            if not stream.closed.is_set() and stream.num_received == num_bytes:
+                await asyncio.wait_for(stream.closed.wait(), SILENCE_TIMEOUT_S / _LOOKS)
+            num_silent_looks = num_silent_looks + 1 if stream.num_received == num_bytes else 0
+            if not stream.closed.is_set() and num_silent_looks == _LOOKS:
                 raise DeadlineExceeded(f"no sign of life for {SILENCE_TIMEOUT_S:g} s")
 
     def _lose(self, reason: str) -> None:

@@ -89,7 +89,7 @@ class Streams:
         self._reactor.send(connection, encode_message(status))
 
     def publish(self, outputs: Iterable[SequenceOutput]) -> None:
-        """Send the tokens of one step, one message to each ingress that has a part in it."""
+        """Send the tokens of one step, one message to each ingress that has a part in it; more, for scores."""
         batches: dict[int, TokenBatch] = {}
         for output in outputs:
             number, request_id = cast(tuple[int, int], output.request_id)
@@ -97,10 +97,15 @@ class Streams:
             if peer is None or request_id not in peer.open_texts:
                 continue  # aborted while the step was in flight
             batch = batches.get(number)
-            if batch is None:
+            if batch is None or (output.prompt_logprobs is not None and batch.prompt_logprobs):
+                self._send(number, batch)  # each prompt's scores go alone: together they may exceed what a frame holds
                 batch = batches[number] = TokenBatch([], [], [], {}, {}, {}, {})
             self._append(batch, peer, request_id, output)
         for number, batch in batches.items():
+            self._send(number, batch)
+
+    def _send(self, number: int, batch: TokenBatch | None) -> None:
+        if batch is not None:
             self._reactor.send(self._peers[number].connection, encode_message(batch))
 
     def broadcast(self, status: Status) -> None:

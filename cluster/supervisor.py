@@ -68,14 +68,15 @@ def plan(observed: Observed) -> Action:
     return "end" if observed.is_drained or late or observed.num_stop_requests > 1 else "watch"
 
 
-_ROLE_ORDER: dict[Role, int] = {"rank": 0, "scheduler": 1, "ingress": 2}
-
-
 def root_reason(ended: Sequence[Ended]) -> str:
-    """The error that explains the others: a rank's own before that of a survivor, before the scheduler's view of it."""
+    """The error that explains the others: one's own before that of a survivor, before the scheduler's view of another.
+
+    A scheduler that ended on its own account comes first: its ranks can then only end themselves, like a crash.
+    """
 
     def depth(one: Ended) -> tuple[bool, bool, int]:
-        return (not one.reason, one.is_consequence, _ROLE_ORDER[one.role])
+        roles: list[Role] = ["rank", "scheduler"] if one.is_consequence else ["scheduler", "rank"]
+        return (not one.reason, one.is_consequence, [*roles, "ingress"].index(one.role))
 
     root = min(ended, key=depth)
     return f"{root.label}: {root.reason or 'ended although nobody asked it to'}"
@@ -154,8 +155,9 @@ class Supervisor:
 
     def _explain(self, call: Call, role: Role) -> Ended:
         try:
-            reason = str(self.runtime.result_of(call) or "")
-            return Ended(role=role, label=call.label, reason=reason, is_consequence=role == "scheduler")
+            result = self.runtime.result_of(call)
+            reason, is_secondhand = result if role == "scheduler" else ("", False)
+            return Ended(role=role, label=call.label, reason=reason, is_consequence=is_secondhand)
         except ActorLostError as error:
             return Ended(role=role, label=call.label, reason=error.how)
         except CallFailedError as error:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import secrets
+import select
 import socket
 import time
 from collections import deque
@@ -79,6 +80,14 @@ class Connection:
             if time.monotonic() > deadline and not self._received:
                 raise DeadlineExceeded(f"no whole frame within {timeout:g} s")
         return self._received.popleft()
+
+    def has_arrived(self) -> bool:
+        """Whether `recv_frame` has something to read already: a frame, a part of one, or the end of the stream."""
+        if self._received:
+            return True
+        poll = select.poll()
+        poll.register(self.sock, select.POLLIN)
+        return bool(poll.poll(0))
 
     def close(self) -> None:
         self.sock.close()
@@ -171,12 +180,13 @@ class Listener:
             sock.setblocking(False)
 
     def accept(self, sock: socket.socket) -> socket.socket | None:
-        """A new peer of one of `sockets`; None if it is gone already. Its greeting is still to come."""
+        """A new peer of one of `sockets`; None if there is none. Its greeting is still to come."""
         try:
             peer, _ = sock.accept()
-        except (BlockingIOError, InterruptedError, ConnectionError):
+        except OSError:  # it is gone already, or there is no descriptor left for it: the peers we have go on
             return None
-        _no_delay(peer)
+        with contextlib.suppress(OSError):  # gone by now: the first read will tell
+            _no_delay(peer)
         return peer
 
     def close(self) -> None:

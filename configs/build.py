@@ -75,11 +75,14 @@ class Option:
         if get_origin(kind) is Literal:
             return any(value == choice and type(value) is type(choice) for choice in get_args(kind))
         if get_origin(kind) is dict:
-            return isinstance(value, dict) and all(isinstance(text, str) for item in value.items() for text in item)
+            texts = [text for item in value.items() for text in item] if isinstance(value, dict) else [None]
+            return all(isinstance(text, str) and "\0" not in text for text in texts)
         if isinstance(value, bool) and kind is not bool:
             return False
         if not isinstance(value, (int, float) if kind is float else kind):
             return False
+        if isinstance(value, str):
+            return "\0" not in value
         return not isinstance(value, (int, float)) or self._is_in_range(value)
 
     def _is_in_range(self, value: float) -> bool:
@@ -171,7 +174,9 @@ class _Builder:
             shown = {None: "null", True: "true", False: "false"}[value] if _is_keyword(value) else repr(value)
             remedy = f"give {option.legal_values()}"
             wants_text = option.type is str or get_origin(option.type) is dict
-            if wants_text and value is not None and not isinstance(value, str):
+            if isinstance(value, str) and "\0" in value:
+                remedy += " without null bytes"
+            elif wants_text and value is not None and not isinstance(value, str):
                 remedy += "; put quotes around a value that YAML reads as something else"
             self.fail(option.path, f"{option.path} is {shown}; {remedy}")
         return float(value) if option.type is float and value is not None else value

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from configs.matrices import DTYPE_BYTES, layer_matrices, rank_weight_bytes
+from configs.quantization import QuantizationSpec, read_quantization
 from configs.rope_spec import RopeSpec, read_layered_rope, read_rope
-from configs.sharding import ALIGNMENT, split_heads, split_range
-
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+from configs.sharding import ALIGNMENT, split_range
 
 MODEL_TYPES = {
     "llama": "LlamaForCausalLM",
@@ -26,6 +26,14 @@ MODEL_TYPES = {
 }
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 DEFAULT_HEAD_DIM = {"Qwen3ForCausalLM": 128, "Gemma3ForCausalLM": 256}
+SIZES = (
+    "num_attention_heads",
+    "hidden_size",
+    "intermediate_size",
+    "vocab_size",
+    "num_hidden_layers",
+    "max_position_embeddings",
+)
 NO_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
@@ -62,6 +70,7 @@ class ModelSpec:
     embedding_scale: float | None
     norm_plus_one: bool  # gemma: the norm multiplies by 1 + weight
     post_norms: bool  # gemma: attention and MLP outputs are normed before the residual is added
+    quantization: QuantizationSpec | None = None  # of the checkpoint's weights
 
     @classmethod
     def from_directory(cls, path: Path) -> ModelSpec:
@@ -79,6 +88,10 @@ class ModelSpec:
             raise ValueError(f"{path / 'config.json'} lacks the key {error}") from None
         except ValueError as error:
             raise ValueError(f"{path / 'config.json'}: {error}") from None
+        except (TypeError, AttributeError, LookupError, ArithmeticError) as error:
+            raise ValueError(
+                f"{path / 'config.json'} holds a value of the wrong kind ({error}); fetch the file again"
+            ) from error
 
     @property
     def num_parameters(self) -> int:
@@ -86,24 +99,35 @@ class ModelSpec:
 
     def num_rank_parameters(self, rank: int, num_ranks: int) -> int:
         """Parameters that `rank` of `num_ranks` holds: its parts of the matrices, and all norms."""
-        shard = split_heads(self.num_heads, self.num_kv_heads, num_ranks)[rank]
-        inner = len(split_range(self.intermediate_size, num_ranks, ALIGNMENT)[rank])
+        matrices = layer_matrices(self, rank, num_ranks)
+        qkv, _, gate_up, _ = matrices
         vocab = len(split_range(self.vocab_size, num_ranks, ALIGNMENT)[rank])
         hidden = self.hidden_size
-        q_width = shard.num_heads * self.head_dim
-        qkv_width = q_width + 2 * shard.num_kv_heads * self.head_dim
-        layer = hidden * (qkv_width + q_width + 3 * inner)
-        layer += self.attention_bias * qkv_width + self.attention_output_bias * hidden
-        layer += self.mlp_bias * (2 * inner + hidden)
+        layer = sum(matrix.num_parameters for matrix in matrices)
+        layer += self.attention_bias * qkv.num_rows + self.attention_output_bias * hidden
+        layer += self.mlp_bias * (gate_up.num_rows + hidden)
         layer += self.qk_norm * 2 * self.head_dim + (4 if self.post_norms else 2) * hidden
         num_embeddings = 1 if self.tie_word_embeddings else 2
         return self.num_layers * layer + hidden + num_embeddings * vocab * hidden
 
-    def weight_bytes(self, dtype: str) -> int:
-        return self.num_parameters * DTYPE_BYTES[dtype]
+    def weight_bytes(self, dtype: str, *, kept: bool = False) -> int:
+        """Of the whole model on one rank. `kept`: as `rank_weight_bytes` says."""
+        return self.rank_weight_bytes(0, 1, dtype, kept=kept)
+
+    def rank_weight_bytes(self, rank: int, num_ranks: int, dtype: str, *, kept: bool = False) -> int:
+        """Of what `rank` holds in memory.
+
+        `kept`: quantised matrices stay in their few bits where a kernel can compute with them, as on a GPU; otherwise
+        they are dequantised at load, and take as much as any others.
+        """
+        return rank_weight_bytes(self, rank, num_ranks, dtype, kept=kept)
+
+    def unquantized(self) -> ModelSpec:
+        """The same model with weights in full precision, as random ones are drawn."""
+        return replace(self, quantization=None)
 
     def can_share_prefixes(self, max_model_len: int) -> bool:
-        """Whether equal prefixes have equal KV: dynamic rope turns a long prompt by angles that depend on its length."""
+        """Whether equal prefixes have equal KV: dynamic rope turns a long prompt by angles that follow its length."""
         return self.rope.kind != "dynamic" or max_model_len <= self.rope.original_max_len
 
     def kv_bytes_per_token(self, dtype: str) -> int:
@@ -113,17 +137,21 @@ class ModelSpec:
 
 def _read_json(path: Path) -> dict[str, Any] | None:
     try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
-    except (json.JSONDecodeError, UnicodeDecodeError, OSError) as error:
+    except (ValueError, RecursionError, OSError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} is not a JSON object; fetch the file again")
+    return content
 
 
 def _read_fields(config: Mapping[str, Any], generation: Mapping[str, Any]) -> dict[str, Any]:
     architecture = _architecture(config)
     gemma = architecture == "Gemma3ForCausalLM"
     _refuse_features(config, gemma)
+    _check_sizes(config)
     num_heads = int(config["num_attention_heads"])
     head_dim = int(config.get("head_dim") or DEFAULT_HEAD_DIM.get(architecture) or config["hidden_size"] // num_heads)
     if gemma:
@@ -162,6 +190,7 @@ def _read_fields(config: Mapping[str, Any], generation: Mapping[str, Any]) -> di
         "embedding_scale": config["hidden_size"] ** 0.5 if gemma else None,
         "norm_plus_one": gemma,
         "post_norms": gemma,
+        "quantization": read_quantization(config),
     }
 
 
@@ -173,16 +202,16 @@ def _architecture(config: Mapping[str, Any]) -> str:
 
 
 def _refuse_features(config: Mapping[str, Any], gemma: bool) -> None:
-    quantization = config.get("quantization_config")
-    if quantization:
-        method = quantization.get("quant_method", "unnamed")
-        raise ValueError(
-            f"{method} quantised weights are not supported; use the unquantised checkpoint or a .gguf file"
-        )
     if gemma and config.get("use_bidirectional_attention"):
         raise ValueError("use_bidirectional_attention is not supported: only causal models generate")
     if experts := [key for key in NO_EXPERTS if config.get(key)]:
         raise ValueError(f"mixtures of experts ({experts[0]}) are not supported")
+
+
+def _check_sizes(config: Mapping[str, Any]) -> None:
+    for name in SIZES:
+        if int(config[name]) < 1:
+            raise ValueError(f"{name} is {config[name]}; a model has at least 1")
 
 
 def _num_kv_heads(config: Mapping[str, Any], num_heads: int) -> int:

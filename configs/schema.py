@@ -110,7 +110,9 @@ class ClusterConfig:
     placement_timeout_s: float = bounded(30.0, ge=0.1, doc="for the cluster to grant the devices")
     startup_timeout_s: float = bounded(600.0, ge=1, doc="for one phase of a worker's start (fetch, load, profile)")
     step_timeout_s: float = bounded(60.0, ge=0.1, doc="for the ranks to answer one step")
-    heartbeat_s: float = bounded(1.0, ge=0.05, doc="silence after which an idle rank is asked for a sign of life")
+    heartbeat_s: float = bounded(
+        1.0, ge=0.05, doc="silence after which a rank is asked for a sign of life; ten times that: it hangs"
+    )
     drain_timeout_s: float = bounded(30.0, ge=0.0, doc="after SIGTERM, for running requests to finish")
 
 

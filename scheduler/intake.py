@@ -44,14 +44,12 @@ class Intake:
         self._eos_ids = frozenset(limits.eos_token_ids)
 
     def sequences_of(self, request: Request, max_num_tokens: int, queue_key: tuple[float, ...]) -> list[Sequence]:
-        sequences = [self._sequence(request, index) for index in range(request.sampling_params.n)]
+        lead = self._sequence(request, 0)
+        lead.children = [self._child(request, lead, index) for index in range(1, request.sampling_params.n)]
+        sequences = [lead, *lead.children]
         for seq in sequences:
             seq.max_num_tokens = max_num_tokens
             seq.queue_key = queue_key
-        lead, *children = sequences
-        lead.children = children
-        for child in children:
-            child.parent = lead
         if request.sampling_params.prompt_logprobs is not None:
             lead.prompt_scores = PromptScores()
         return sequences
@@ -98,6 +96,14 @@ class Intake:
             if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
                 wrong = next(i for i in ids if not 0 <= i < vocab_size)
                 raise ValueError(f"token id {wrong} in the {what} is out of range; legal ids are 0 to {vocab_size - 1}")
+
+    def _child(self, request: Request, lead: Sequence, index: int) -> Sequence:
+        """One prompt in memory, however many wait for it: each takes a copy when it gets a token of its own."""
+        child = self._sequence(request, index)
+        child.parent = lead
+        child.token_ids = lead.token_ids
+        child.owns_token_ids = lead.owns_token_ids = False
+        return child
 
     def _sequence(self, request: Request, index: int) -> Sequence:
         params = request.sampling_params

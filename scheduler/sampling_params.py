@@ -5,7 +5,6 @@ Plain numbers: the scheduler reads the length limits, the worker's sampler reads
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 
 MAX_LOGPROBS = 20
@@ -66,7 +65,7 @@ class SamplingParams:
     @staticmethod
     def _check_range(name: str, value: float, low: float, high: float) -> None:
         number = int if isinstance(low, int) else (int, float)
-        if isinstance(value, bool) or not isinstance(value, number) or math.isnan(value):
+        if isinstance(value, bool) or not isinstance(value, number) or value != value:  # NaN
             kind = "a whole number" if number is int else "a number"
             raise ValueError(f"{name} must be {kind}, not {value!r}")
         if not low <= value <= high:

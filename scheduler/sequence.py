@@ -57,6 +57,7 @@ class Sequence:
         "num_prompt_tokens",
         "num_scheduled_tokens",
         "num_tokens",
+        "owns_token_ids",
         "parent",
         "prefix_entries",
         "priority",
@@ -88,6 +89,7 @@ class Sequence:
         self.status = SequenceStatus.WAITING
 
         self.token_ids = list(token_ids)
+        self.owns_token_ids = True
         self.last_token = self.token_ids[-1]
         self.num_tokens = len(self.token_ids)
         self.num_prompt_tokens = self.num_tokens
@@ -161,6 +163,8 @@ class Sequence:
         return self.token_ids[i * self.block_size : (i + 1) * self.block_size]
 
     def append_token(self, token_id: int) -> None:
+        if not self.owns_token_ids:
+            self.token_ids, self.owns_token_ids = list(self.token_ids), True
         self.token_ids.append(token_id)
         self.last_token = token_id
         self.num_tokens += 1

@@ -7,14 +7,14 @@ spec's numbers say what it computes, no architecture is asked for by name. Knows
 from __future__ import annotations
 
 from ctypes import byref, c_float
-from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from configs.model_spec import ModelSpec
 from workers.attention.base import AttentionMetadata
+from workers.cpu_packing import WeightFormat, WeightPacker
 from workers.kernels.cpu.library import (
     AllReduce,
     CDescription,
@@ -22,7 +22,6 @@ from workers.kernels.cpu.library import (
     CpuKernels,
     CStep,
     Format,
-    PackedMatrix,
     Pool,
     Then,
     cache_strides,
@@ -34,21 +33,7 @@ from workers.layers.rotary import RotaryEmbedding, inverse_frequencies
 from workers.models.decoder import CausalLM
 from workers.parallel import ParallelGroup
 
-WeightFormat = Literal["float32", "bfloat16", "int8"]
-"""float32: the weights' own precision, kept in 16 bits where that loses nothing. int8: one scale per output, and
-activations in 8 bits with one scale per token; embedding and KV cache keep the model's dtype."""
-
 ACTIVATIONS = {"silu": Then.SILU_TIMES_UP, "gelu_tanh": Then.GELU_TIMES_UP}
-
-
-@dataclass(frozen=True, slots=True)
-class PackedBytes:
-    """Bytes of packed weights by the format they are kept in."""
-
-    by_format: dict[str, int]
-
-    def __str__(self) -> str:
-        return ", ".join(f"{count / 1e6:.1f} MB {name}" for name, count in self.by_format.items())
 
 
 class CpuDecoder:
@@ -72,7 +57,7 @@ class CpuDecoder:
         self._group = group
         self._kernels = kernels
         self._pool = Pool(kernels, num_threads)
-        self._packer = _Packer(kernels, self._pool, weight_format)
+        self._packer = WeightPacker(kernels, self._pool, weight_format)
         self._part_sizes = model.lm_head.part_sizes
         self._embedding_bytes = 0
         self._keep: list[object] = []  # what C++ holds addresses of
@@ -92,8 +77,9 @@ class CpuDecoder:
         self._error: BaseException | None = None
 
     @property
-    def packed_bytes(self) -> PackedBytes:
-        return PackedBytes(dict(self._packer.num_bytes))
+    def packed_bytes(self) -> dict[str, int]:
+        """Bytes of weights by the format they are kept in."""
+        return dict(self._packer.num_bytes)
 
     @property
     def step_bytes(self) -> int:
@@ -276,42 +262,6 @@ class CpuDecoder:
             self._error = error
             return 1
         return 0
-
-
-class _Packer:
-    """Packs matrices in one format and counts what they take."""
-
-    def __init__(self, kernels: CpuKernels, pool: Pool, weight_format: WeightFormat) -> None:
-        self._kernels = kernels
-        self._pool = pool
-        self._weight_format = weight_format
-        self.num_bytes: dict[str, int] = {}
-
-    def pack(self, weight: Tensor, bias: Tensor | None = None, *, gated: bool = False) -> PackedMatrix:
-        if self._weight_format == "int8":
-            return self._make(weight, bias, Format.INT8, gated=gated, exact=False)
-        return self.pack_unquantised(weight, bias, gated=gated)
-
-    def pack_unquantised(self, weight: Tensor, bias: Tensor | None = None, *, gated: bool = False) -> PackedMatrix:
-        """In float32, weights that are bfloat16 numbers are kept as such: half the bytes, the same products."""
-        narrow = weight.dtype == torch.bfloat16 or bool(torch.equal(weight, weight.to(torch.bfloat16).to(weight.dtype)))
-        exact = self._weight_format == "float32"
-        chosen = Format.BFLOAT16 if narrow or self._weight_format == "bfloat16" else Format.FLOAT32
-        return self._make(weight, bias, chosen, gated=gated, exact=exact)
-
-    def _make(
-        self,
-        weight: Tensor,
-        bias: Tensor | None,
-        format: Format,  # noqa: A002
-        *,
-        gated: bool,
-        exact: bool,
-    ) -> PackedMatrix:
-        packed = PackedMatrix(self._kernels, self._pool, weight, bias, format=format, gated=gated, exact=exact)
-        name = format.name.lower()
-        self.num_bytes[name] = self.num_bytes.get(name, 0) + packed.num_bytes
-        return packed
 
 
 def _as(tensor: Tensor, dtype: torch.dtype) -> Tensor:

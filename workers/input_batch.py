@@ -9,6 +9,7 @@ Knows no model and no logits.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 from scheduler.output import UNKNOWN_TOKEN, AdmittedSequence, Int32, StepPlan
 from workers.attention import AttentionMetadata
 from workers.plan_check import PlanError, check_admitted, check_decode, check_prefill, check_slots
+from workers.upload import upload
 
 NO_SEQUENCE = -1
 
@@ -30,6 +32,7 @@ class StepRows:
     seq_lens: Int32  # [S], after this step
     starts: Int32  # [S + 1], first token of each row among the step's T tokens
     sampling: NDArray[np.intp]  # those of the S rows that sample, ascending
+    sampling_slots_on_device: Tensor  # [R] int64
     token_ids: Tensor  # [T] int64
     positions: Tensor  # [T] int64
     attention: AttentionMetadata
@@ -42,6 +45,19 @@ class StepRows:
     def sampled_positions(self) -> Int32:
         """The index that each sampled token will have in its sequence."""
         return self.seq_lens[self.sampling]
+
+
+class _OnDevice(NamedTuple):
+    """What a step's rows need on the device, sent there at once."""
+
+    token_ids: Tensor
+    positions: Tensor
+    places: Tensor
+    rope_lens: Tensor
+    starts: Tensor
+    seq_lens: Tensor
+    slots: Tensor
+    sampling_slots: Tensor
 
 
 class InputBatch:
@@ -136,8 +152,8 @@ class InputBatch:
         self.block_table[slots, columns] = blocks
         self.num_seq_blocks[slots[firsts]] += counts.astype(np.int32)
         if self.device.type != "cpu":
-            places = torch.from_numpy(np.stack([slots, columns]).astype(np.int64)).to(self.device)
-            self._device_block_table[places[0], places[1]] = torch.from_numpy(blocks).to(self.device)
+            rows, places, values = upload((_int64(slots), _int64(columns), blocks), self.device)
+            self._device_block_table[rows, places] = values
 
     # --- one step's rows ----------------------------------------------------------------------------------------
 
@@ -166,49 +182,53 @@ class InputBatch:
         owners = np.repeat(slots, query_lens)
         places = self.block_table[owners, positions // self.block_size].astype(np.int64) * self.block_size
         places += positions % self.block_size
+        known = self.token_ids[owners, positions].astype(np.int64)
+        known[len(known) - num_decode :] = plan.decode_tokens
+        sampling = np.flatnonzero(seq_lens == self.num_tokens[slots])
+        # The length that each token is rotated for: its prompt's, or its own once past the prompt.
+        rope_lens = np.maximum(self.num_prompt[owners], positions + 1)[: len(owners) * self.dynamic_rope]
+        there = _OnDevice(
+            *upload(
+                (known, positions, places, rope_lens, starts, seq_lens, _int64(slots), _int64(slots[sampling])),
+                self.device,
+            )
+        )
         return StepRows(
             slots=slots,
             seq_lens=seq_lens,
             starts=starts,
-            sampling=np.flatnonzero(seq_lens == self.num_tokens[slots]),
-            token_ids=self._token_ids(plan, owners, positions),
-            positions=self._put(positions),
+            sampling=sampling,
+            sampling_slots_on_device=there.sampling_slots,
+            token_ids=self._with_own_tokens(there, plan.decode_tokens),
+            positions=there.positions,
             attention=AttentionMetadata(
-                cu_seqlens_q=self._put(starts),
-                seq_lens=self._put(seq_lens),
-                block_tables=self._block_tables(slots, int(seq_lens.max(initial=0))),
-                slot_mapping=self._put(places),
+                cu_seqlens_q=there.starts,
+                seq_lens=there.seq_lens,
+                block_tables=self._block_tables(slots, there.slots, int(seq_lens.max(initial=0))),
+                slot_mapping=there.places,
                 max_seqlen_q=int(query_lens.max(initial=0)),
                 max_seqlen_k=int(seq_lens.max(initial=0)),
                 num_prefill_seqs=num_prefill,
                 num_prefill_tokens=int(starts[num_prefill]),
                 num_decodes=num_decode,
                 block_size=self.block_size,
-                rope_lens=self._rope_lens(owners, positions) if self.dynamic_rope else None,
+                rope_lens=there.rope_lens if self.dynamic_rope else None,
             ),
         )
 
-    def _token_ids(self, plan: StepPlan, owners: Int32, positions: NDArray[np.int64]) -> Tensor:
-        known = self.token_ids[owners, positions].astype(np.int64)
-        num_decode = len(plan.decode_slots)
-        if num_decode:
-            known[-num_decode:] = plan.decode_tokens
-        tokens = self._put(known)
-        if num_decode and (plan.decode_tokens == UNKNOWN_TOKEN).any():
-            given = tokens[-num_decode:]
-            own = self.last_tokens[self._put(plan.decode_slots.astype(np.int64))]
-            tokens[-num_decode:] = torch.where(given == UNKNOWN_TOKEN, own, given)
-        return tokens
+    def _with_own_tokens(self, there: _OnDevice, decode_tokens: Int32) -> Tensor:
+        """The step's tokens, where those that the host does not know are the ones sampled here in the step before."""
+        if (decode_tokens == UNKNOWN_TOKEN).any():
+            given = there.token_ids[-len(decode_tokens) :]
+            own = self.last_tokens[there.slots[-len(decode_tokens) :]]
+            given.copy_(torch.where(given == UNKNOWN_TOKEN, own, given))
+        return there.token_ids
 
-    def _rope_lens(self, owners: Int32, positions: NDArray[np.int64]) -> Tensor:
-        """The length that each token is rotated for: its prompt's, or its own once past the prompt."""
-        return self._put(np.maximum(self.num_prompt[owners], positions + 1))
-
-    def _block_tables(self, slots: Int32, max_seqlen: int) -> Tensor:
+    def _block_tables(self, slots: Int32, slots_on_device: Tensor, max_seqlen: int) -> Tensor:
         num_columns = -(-max_seqlen // self.block_size)
         if self.device.type == "cpu":
             return torch.from_numpy(self.block_table[slots, :num_columns])
-        return self._device_block_table[self._put(slots.astype(np.int64)), :num_columns]
+        return self._device_block_table[slots_on_device, :num_columns]
 
     # --- after the step -----------------------------------------------------------------------------------------
 
@@ -218,7 +238,7 @@ class InputBatch:
         slots = rows.sampling_slots
         self.num_tokens[slots] += 1
         self.has_sampled[slots] = True
-        self.last_tokens[self._put(slots.astype(np.int64))] = tokens
+        self.last_tokens[rows.sampling_slots_on_device] = tokens
 
     def note_sampled(self, rows: StepRows, seq_ids: NDArray[np.int64], tokens: Int32) -> None:
         """The sampled tokens have reached the host. Slots that changed hands since are left alone."""
@@ -228,6 +248,10 @@ class InputBatch:
         self.token_ids[slots, positions] = tokens[same]
         self.num_known[slots] = positions + 1
 
-    def _put(self, array: NDArray) -> Tensor:
-        tensor = torch.from_numpy(array)
-        return tensor if self.device.type == "cpu" else tensor.pin_memory().to(self.device, non_blocking=True)
+    def put(self, array: NDArray) -> Tensor:
+        """The array on the device; the host does not wait for it to get there."""
+        return upload((array,), self.device)[0]
+
+
+def _int64(array: Int32) -> NDArray[np.int64]:
+    return array.astype(np.int64)

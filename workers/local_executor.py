@@ -21,6 +21,7 @@ from scheduler.codec import decode_plan, decode_result, encode_plan, encode_resu
 from scheduler.output import StepPlan, StepResult
 
 if TYPE_CHECKING:
+    from workers.model_runner import PendingStep
     from workers.worker import Worker
 
 _PLAN, _RESULT, _ALLOCATE, _NUM_BLOCKS, _PORT, _READY, _ERROR, _STOP = (bytes([kind]) for kind in range(8))
@@ -37,14 +38,15 @@ class RankFailedError(RuntimeError):
 class LocalExecutor:
     """Runs plans on `config.parallel.tensor_parallel_size` ranks on this machine's CPU.
 
-    `execute` is `submit` and `collect`; one step ahead, submit the next plan before collecting the last.
+    A single rank runs on the GPU if `config.worker.device` is cuda. `execute` is `submit` and `collect`; one step
+    ahead, submit the next plan before collecting the last.
     """
 
     def __init__(self, config: EngineConfig, spec: ModelSpec) -> None:
         self._config = config
         self._worker: Worker | None = None
         self._ranks: _Ranks | None = None
-        self._finished: deque[StepResult] = deque()
+        self._pending: deque[PendingStep] = deque()
         if config.parallel.tensor_parallel_size == 1:
             self._worker = _make_worker(config, spec)
             self.num_blocks = self._worker.measure_num_blocks()
@@ -63,21 +65,22 @@ class LocalExecutor:
         return self.collect()
 
     def submit(self, plan: StepPlan) -> None:
-        """Hand the next plan to the ranks. With a single rank it is computed at once."""
+        """Hand the next plan to the ranks. A single rank on the CPU has computed it on return."""
         if self._ranks is not None:
             self._ranks.send(_PLAN + encode_plan(plan))
             return
         assert self._worker is not None, "the executor is closed"
-        result = self._worker.execute(plan)
-        assert result is not None, "rank 0 answers"
-        self._finished.append(result)
+        self._pending.append(self._worker.launch(plan))
 
     def collect(self) -> StepResult:
         """The result of the oldest plan that has not been collected."""
         if self._ranks is not None:
             timeout = self._config.cluster.step_timeout_s
             return decode_result(self._ranks.receive(_RESULT, ranks=[0], timeout=timeout)[0])
-        return self._finished.popleft()
+        assert self._worker is not None, "the executor is closed"
+        result = self._worker.collect(self._pending.popleft())
+        assert result is not None, "rank 0 answers"
+        return result
 
     def close(self) -> None:
         """End every process. Safe to call twice."""
@@ -211,7 +214,8 @@ def _make_worker(config: EngineConfig, spec: ModelSpec) -> Worker:
     from workers.parallel import SingleProcessGroup
     from workers.worker import Worker, choose_num_threads
 
-    worker = Worker(config, spec, SingleProcessGroup(), num_threads=choose_num_threads(config, 1))
+    device = "cuda" if config.worker.device == "cuda" else "cpu"
+    worker = Worker(config, spec, SingleProcessGroup(device), num_threads=choose_num_threads(config, 1))
     worker.load_model()
     return worker
 

@@ -10,6 +10,14 @@ from torch import Tensor
 
 from scheduler.output import TokenLogprobs
 
+_FIELDS = ("token_ids", "logprobs", "ranks", "top_ids", "top_logprobs")
+
+
+def copy_to_host(tensor: Tensor) -> Tensor:
+    """A copy of a CUDA tensor in pinned memory, complete when the stream has come so far."""
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Scores:
@@ -23,8 +31,11 @@ class Scores:
 
     @classmethod
     def concatenate(cls, parts: Sequence[Scores]) -> Scores:
-        names = ("token_ids", "logprobs", "ranks", "top_ids", "top_logprobs")
-        return cls(*(torch.cat([getattr(part, name) for part in parts]) for name in names))
+        return cls(*(torch.cat([getattr(part, name) for part in parts]) for name in _FIELDS))
+
+    def copied_to_host(self) -> Scores:
+        """The same in pinned memory once the device has come so far; the host does not wait."""
+        return self if not self.logprobs.is_cuda else Scores(*(copy_to_host(getattr(self, name)) for name in _FIELDS))
 
     def to_host(self) -> TokenLogprobs:
         """Waits for the device."""

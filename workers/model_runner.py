@@ -16,9 +16,10 @@ from torch import Tensor
 
 from scheduler.output import Int32, PromptLogprobs, StepPlan, StepResult, int32
 from workers.attention import AttentionMetadata
+from workers.cuda_graph import DecodeGraphs
 from workers.input_batch import InputBatch, StepRows
 from workers.kv_cache import KVCache
-from workers.logprobs import Scores, score
+from workers.logprobs import Scores, copy_to_host, score
 from workers.plan_check import PlanError
 from workers.sampler import sample
 from workers.sampling_state import NOT_ASKED, SamplingState
@@ -42,28 +43,41 @@ class PendingStep:
     plan: StepPlan
     rows: StepRows
     seq_ids: NDArray[np.int64]  # of the rows that sample, as they were at the time
-    tokens: Tensor  # [R] int64; on CUDA a pinned copy that is there once `done` is
+    tokens: Tensor  # [R] int64; on CUDA a pinned copy that is there once `done` is, as are the scores
     done: torch.cuda.Event | None
     logprob_slots: Int32
     logprobs: Scores | None
     prompt_logprobs: list[tuple[int, int, Scores]]  # slot, start, scores
+
+    def is_done(self) -> bool:
+        """Whether `collect` would return at once."""
+        return self.done is None or self.done.query()
 
 
 class ModelRunner:
     """Executes the plans of one engine epoch strictly in order.
 
     `launch` and `collect` are apart so that a device may be given step n + 1 while the host still waits for the tokens
-    of step n; they are collected in the order of their launch. Only a rank that `answers` keeps log-probabilities.
+    of step n; they are collected in the order of their launch. `launch` never waits for the device. Only a rank that
+    `answers` keeps log-probabilities. Steps of nothing but decode rows are replayed from `graphs`, where there are any.
     """
 
     def __init__(
-        self, model: Model, kv: KVCache, batch: InputBatch, sampling: SamplingState, *, answers: bool = True
+        self,
+        model: Model,
+        kv: KVCache,
+        batch: InputBatch,
+        sampling: SamplingState,
+        *,
+        answers: bool = True,
+        graphs: DecodeGraphs | None = None,
     ) -> None:
         self.model = model
         self.kv = kv
         self.batch = batch
         self.sampling = sampling
         self.answers = answers
+        self.graphs = graphs
         self._engine_epoch = -1
         self._next_step = 0
 
@@ -87,20 +101,19 @@ class ModelRunner:
         if len(plan.copied_from):
             self.kv.copy_blocks(self._block_ids(plan.copied_from), self._block_ids(plan.copied_to))
         rows = self.batch.rows_of(plan)
-        hidden = self.model(rows.token_ids, rows.positions, self.kv, rows.attention)
+        hidden = self._forward(rows)
         prompt_logprobs = self._score_prompts(plan, rows, hidden)
         tokens, logprob_slots, logprobs = self._sample(rows, hidden)
         self.batch.advance(rows, tokens)
-        host_tokens, done = self._to_host(tokens)
         return PendingStep(
             plan=plan,
             rows=rows,
             seq_ids=self.batch.seq_ids[rows.sampling_slots],
-            tokens=host_tokens,
-            done=done,
+            tokens=copy_to_host(tokens) if tokens.is_cuda else tokens,
             logprob_slots=logprob_slots,
-            logprobs=logprobs,
-            prompt_logprobs=prompt_logprobs,
+            logprobs=None if logprobs is None else logprobs.copied_to_host(),
+            prompt_logprobs=[(slot, start, scores.copied_to_host()) for slot, start, scores in prompt_logprobs],
+            done=_mark() if tokens.is_cuda else None,  # after all copies
         )
 
     def collect(self, pending: PendingStep) -> StepResult:
@@ -121,6 +134,12 @@ class ModelRunner:
             ),
         )
 
+    def _forward(self, rows: StepRows) -> Tensor:
+        """hidden [T, hidden]; from a graph it stays there until the next step."""
+        if self.graphs is not None and self.graphs.serves(rows.attention):
+            return self.graphs.run(rows.token_ids, rows.positions, rows.attention)
+        return self.model(rows.token_ids, rows.positions, self.kv, rows.attention)
+
     def _check_order(self, plan: StepPlan) -> None:
         if plan.engine_epoch < self._engine_epoch:
             raise PlanError(f"stale plan of epoch {plan.engine_epoch}; this rank is in epoch {self._engine_epoch}")
@@ -140,12 +159,12 @@ class ModelRunner:
             return torch.empty(0, dtype=torch.int64, device=self.batch.device), int32(), None
         if len(slots) != len(hidden):
             last = rows.starts[1:][rows.sampling].astype(np.int64) - 1
-            hidden = hidden[torch.from_numpy(last).to(hidden.device)]
+            hidden = hidden[self.batch.put(last)]
         logits = self.model.compute_logits(hidden)
         num_logprobs = self.sampling.num_logprobs[slots]
         asking = np.flatnonzero(num_logprobs != NOT_ASKED) if self.answers else np.empty(0, dtype=np.intp)
-        asking_rows = torch.from_numpy(asking).to(logits.device)
-        raw = logits[asking_rows] if len(asking) else None  # the sampler changes logits in place
+        asking_rows = self.batch.put(asking) if len(asking) else None
+        raw = None if asking_rows is None else logits[asking_rows]  # the sampler changes logits in place
         asked = self.sampling.rows(slots, rows.sampled_positions)
         tokens = sample(logits, asked, self.sampling.counts)
         self.sampling.count_sampled(asked, tokens)
@@ -166,7 +185,7 @@ class ModelRunner:
                 logits = self.model.compute_logits(hidden[first + offset : stop + offset])  # on every rank
                 if self.answers:
                     following = self.batch.token_ids[slot, first + 1 : stop + 1].astype(np.int64)
-                    parts.append(score(logits, torch.from_numpy(following).to(logits.device), int(num_top[i])))
+                    parts.append(score(logits, self.batch.put(following), int(num_top[i])))
             if parts:
                 found.append((slot, start + 1, Scores.concatenate(parts)))
         return found
@@ -174,13 +193,11 @@ class ModelRunner:
     def _block_ids(self, blocks: Int32) -> Tensor:
         if len(blocks) and not 0 <= int(blocks.min()) <= int(blocks.max()) < self.batch.num_blocks:
             raise PlanError(f"copy of blocks {blocks.tolist()}; this rank holds {self.batch.num_blocks} blocks")
-        return torch.from_numpy(blocks.astype(np.int64)).to(self.batch.device)
+        return self.batch.put(blocks.astype(np.int64))
 
-    def _to_host(self, tokens: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
-        if not tokens.is_cuda:
-            return tokens, None
-        host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
-        host.copy_(tokens, non_blocking=True)
-        done = torch.cuda.Event()
-        done.record()
-        return host, done
+
+def _mark() -> torch.cuda.Event:
+    """An event that comes to pass when the device has done everything so far."""
+    event = torch.cuda.Event()
+    event.record()
+    return event

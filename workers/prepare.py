@@ -124,8 +124,11 @@ def main() -> int:
     arguments = parser.parse_args()
     try:
         print(prepare_model(arguments.ref, arguments.cache_dir))
-    except (ValueError, OSError) as error:
+    except ValueError as error:
         print(error, file=sys.stderr)
+        return 1
+    except (OSError, RuntimeError) as error:  # RuntimeError: there is no home directory
+        print(f"{error}; set model.cache_dir to a folder that can be written and has room", file=sys.stderr)
         return 1
     return 0
 

@@ -9,16 +9,19 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from configs.model_spec import ModelSpec
 from workers.layers.parameter import Piece, ShardedParameter
+from workers.quantization.kept import load_kept
+from workers.quantization.source import DequantizingSource
 
 RANDOM_SCALE = 0.02 * math.sqrt(3.0)
 """Random weights are uniform within ± this: the standard deviation 0.02 that transformer models start from."""
@@ -45,9 +48,15 @@ def load_weights(model: nn.Module, spec: ModelSpec, *, load_format: str = "auto"
     if load_format == "random":
         fill(model, RandomSource(seed, next(model.parameters()).device))
         return
-    with SafetensorsSource(spec.directory) as source:
-        fill(model, source)
-        source.check_all_used(tied=spec.tie_word_embeddings)
+    with SafetensorsSource(spec.directory) as files:
+        if spec.quantization is None:
+            fill(model, files)
+            files.check_all_used(tied=spec.tie_word_embeddings)
+        else:
+            source = DequantizingSource(files, spec.quantization)
+            fill(model, source)
+            load_kept(model, source)
+            files.check_all_used(tied=spec.tie_word_embeddings, is_idle=source.is_idle)
 
 
 @torch.no_grad()
@@ -70,7 +79,10 @@ class SafetensorsSource:
         self._files: dict[str, Any] = {}  # tensor name -> open file
         self._used: set[str] = set()
         for path in checkpoint_files(directory):
-            file = self._stack.enter_context(safe_open(path, framework="pt", device="cpu"))
+            try:
+                file = self._stack.enter_context(safe_open(path, framework="pt", device="cpu"))
+            except (SafetensorError, OSError) as error:
+                raise ValueError(f"{path} is damaged or cut short ({error}); fetch it again") from error
             self._files.update(dict.fromkeys(file.keys(), file))
 
     def __enter__(self) -> SafetensorsSource:
@@ -98,10 +110,28 @@ class SafetensorsSource:
             return stored[rows]
         return stored[rows, piece.columns.start : piece.columns.stop]
 
-    def check_all_used(self, *, tied: bool) -> None:
-        """A tensor that no parameter asked for means a feature that the model code does not have."""
+    def has(self, name: str) -> bool:
+        return name in self._files
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._files[name].get_slice(name).get_shape())
+
+    def read_whole(self, name: str) -> Tensor:
+        """For the few small tensors that every rank needs whole, of whatever shape they are."""
+        if name not in self._files:
+            raise ValueError(f"{self._directory} holds no tensor {name}, which its config.json calls for")
+        self._used.add(name)
+        whole: Tensor = self._files[name].get_tensor(name)
+        return whole
+
+    def check_all_used(self, *, tied: bool, is_idle: Callable[[str], bool] = lambda name: False) -> None:
+        """A tensor that no parameter asked for means a feature that the model code does not have.
+
+        `is_idle` knows those that a format holds and nobody needs.
+        """
         expected = {"lm_head.weight"} if tied else set()
         left = [n for n in self._files if n not in self._used | expected and not n.endswith(UNUSED_SUFFIXES)]
+        left = [name for name in left if not is_idle(name)]
         if left:
             named = ", ".join(sorted(left)[:3])
             raise ValueError(f"{self._directory} holds {len(left)} tensors that this model does not use: {named}")

@@ -16,9 +16,12 @@ from configs.model_spec import ModelSpec
 from configs.sharding import split_heads
 from scheduler.output import StepPlan, StepResult
 from workers.attention import AttentionMetadata, choose_backend
+from workers.compute import choose_compute
+from workers.cpu_decoder import CpuDecoder
+from workers.cuda_graph import CudaCapture, DecodeGraphs
 from workers.input_batch import InputBatch
 from workers.kv_cache import KVCache, bytes_per_block, num_blocks_in
-from workers.model_runner import ModelRunner
+from workers.model_runner import ModelRunner, PendingStep
 from workers.models.decoder import CausalLM
 from workers.models.registry import build_model
 from workers.parallel import ParallelGroup
@@ -52,15 +55,17 @@ class Worker:
     ) -> None:
         if num_threads is not None:
             torch.set_num_threads(num_threads)
+        self.num_threads = num_threads
         self.config = config
-        self.spec = spec
+        self.spec = spec.unquantized() if config.model.load_format == "random" else spec
         self.group = group
         self.device = group.device
         self.dtype = choose_dtype(config, spec, self.device)
         self.shard = split_heads(spec.num_heads, spec.num_kv_heads, group.size)[group.rank]
         self.max_model_len = config.model.max_model_len or spec.max_model_len
-        self._model: CausalLM | None = None
+        self._model: CausalLM | CpuDecoder | None = None
         self._runner: ModelRunner | None = None
+        self._has_graphs = False
 
     def load_model(self) -> None:
         """Build this rank's part of the model and read its weights.
@@ -76,9 +81,13 @@ class Worker:
             block_size=self.config.cache.block_size,
             soft_cap=self.spec.attention_soft_cap is not None,
         )
+        self._has_graphs = self.device.type == "cuda" and backend.capturable and self.config.worker.cuda_graphs
         model = build_model(self.spec, self.group, backend, self.dtype, self.device)
         load_weights(model, self.spec, load_format=self.config.model.load_format, seed=self.config.model.seed)
-        self._model = model
+        num_threads = self.num_threads or torch.get_num_threads()
+        self._model = choose_compute(model, self.config, self.spec, self.group, self.dtype, num_threads=num_threads)
+        if isinstance(self._model, CpuDecoder) and self.num_threads is not None:
+            torch.set_num_threads(1)  # the kernels have their own, and torch's would spin on the same cores
 
     def measure_num_blocks(self) -> int:
         """KV blocks this rank has room for; all ranks must call it together.
@@ -115,7 +124,8 @@ class Worker:
         )
         sampling = SamplingState(num_slots, self.spec.vocab_size, self.spec.eos_token_ids, self.device)
         kv = self._make_cache(num_blocks)
-        self._runner = ModelRunner(self._model, kv, batch, sampling, answers=self.group.rank == 0)
+        graphs = self._capture_graphs(kv)
+        self._runner = ModelRunner(self._model, kv, batch, sampling, answers=self.group.rank == 0, graphs=graphs)
 
     @property
     def runner(self) -> ModelRunner:
@@ -130,7 +140,18 @@ class Worker:
             PlanError: the plan is stale, out of order, or contradicts what this rank holds.
             ParallelError: another rank is gone.
         """
-        result = self.runner.execute(plan)
+        return self.collect(self.launch(plan))
+
+    def launch(self, plan: StepPlan) -> PendingStep:
+        """Hand one step to the device; a GPU is still at it on return. At most two may be under way.
+
+        Raises: as `execute` does.
+        """
+        return self.runner.launch(plan)
+
+    def collect(self, pending: PendingStep) -> StepResult | None:
+        """Wait for the oldest launched step; only rank 0 has an answer."""
+        result = self.runner.collect(pending)
         return result if self.group.rank == 0 else None
 
     def close(self) -> None:
@@ -149,6 +170,24 @@ class Worker:
             dtype=self.dtype,
             device=self.device,
         )
+
+    def _capture_graphs(self, kv: KVCache) -> DecodeGraphs | None:
+        if not self._has_graphs:
+            return None
+        assert self._model is not None
+        graphs = DecodeGraphs(
+            self._model,
+            kv,
+            max_num_seqs=self.config.scheduler.max_num_seqs,
+            max_model_len=self.max_model_len,
+            hidden_size=self.spec.hidden_size,
+            dtype=self.dtype,
+            device=self.device,
+            dynamic_rope=self.spec.rope.kind == "dynamic",
+            capture=CudaCapture(),
+        )
+        graphs.capture()
+        return graphs
 
     def _measure_gpu_bytes(self) -> int:
         """What is left of this rank's share of the GPU after weights and the largest step.

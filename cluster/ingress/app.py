@@ -50,8 +50,7 @@ def _add_generation(app: FastAPI, frontend: Frontend, config: IngressConfig, mod
     async def body_of(request: Request, kind: type[Any]) -> Any:
         http.check_key(request, config.api_key)
         body = parse_body(await http.read_body(request, max_body), kind)
-        if body.model not in (None, model):
-            raise ModelNotFound(f"model {body.model!r} is not served here; this is {model!r}", parameter="model")
+        _check_model(body.model, model)
         return body
 
     @app.post("/v1/completions")
@@ -65,15 +64,29 @@ def _add_generation(app: FastAPI, frontend: Frontend, config: IngressConfig, mod
         return await _answer(request, ChatAnswer.start, frontend, body, _head("chatcmpl", model))
 
 
+def _check_model(asked: str | None, served: str) -> None:
+    if asked not in (None, served):
+        raise ModelNotFound(f"model {asked!r} is not served here; this is {served!r}", parameter="model")
+
+
 def _add_information(app: FastAPI, frontend: Frontend, config: IngressConfig, model: str) -> None:
     created = int(time.time())
+
+    def entry() -> dict[str, Any]:
+        lengths = [status.max_model_len for status in frontend.status() if status is not None]
+        kind = {"object": "model", "created": created, "owned_by": "antiphon"}
+        return {"id": model, **kind, "max_model_len": max(lengths, default=None)}
 
     @app.get("/v1/models")
     async def models(request: Request) -> Response:
         http.check_key(request, config.api_key)
-        lengths = [status.max_model_len for status in frontend.status() if status is not None]
-        entry = {"id": model, "object": "model", "created": created, "owned_by": "antiphon"}
-        return http.json_response({"object": "list", "data": [{**entry, "max_model_len": max(lengths, default=None)}]})
+        return http.json_response({"object": "list", "data": [entry()]})
+
+    @app.get("/v1/models/{name:path}")
+    async def one_model(request: Request, name: str) -> Response:
+        http.check_key(request, config.api_key)
+        _check_model(name, model)
+        return http.json_response(entry())
 
     @app.get("/health")
     async def health() -> Response:

@@ -29,7 +29,7 @@ class ChatAnswer:
     async def start(cls, frontend: Frontend, body: ChatBody, head: dict[str, Any]) -> ChatAnswer:
         """Raises: RequestError, where it cannot be served."""
         params, options = body.sampling(), body.options()
-        prompt_ids = await frontend.text.encode_chat(body.conversation(), **body.template_arguments())
+        prompt_ids = await frontend.encode_chat(body.conversation(), **body.template_arguments())
         return cls(await Job.submit(frontend, [prompt_ids], params, options), body, head, frontend)
 
     async def whole(self) -> dict[str, Any]:

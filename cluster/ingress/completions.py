@@ -37,7 +37,7 @@ class CompletionAnswer:
         params, options, prompts = body.sampling(), body.options(), body.prompts()
         add_special_tokens = body.add_special_tokens is not False
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
-        encoding = (frontend.text.encode(text, add_special_tokens=add_special_tokens) for text in texts)
+        encoding = (frontend.encode(text, add_special_tokens=add_special_tokens) for text in texts)
         token_ids = await asyncio.gather(*encoding) if texts else prompts
         echoed: list[str] = []
         if body.echo:

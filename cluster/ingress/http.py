@@ -25,6 +25,7 @@ log = logging.getLogger(__name__)
 DONE = b"data: [DONE]\n\n"
 CLIENT_CLOSED_REQUEST = 499
 RETRY_AFTER_S = 1
+MAX_MESSAGE = 2000  # characters of an error
 
 _Answer = TypeVar("_Answer")
 
@@ -74,7 +75,10 @@ def json_response(content: Any, status: int = 200, headers: dict[str, str] | Non
 
 def error_body(error: RequestError) -> dict[str, Any]:
     parameter = error.parameter if isinstance(error, InvalidRequest) else None
-    return {"error": {"message": str(error), "type": error.kind, "param": parameter, "code": error.status}}
+    message = str(error)
+    if len(message) > MAX_MESSAGE:  # it quotes what the client sent
+        message, parameter = message[:MAX_MESSAGE] + "...", None
+    return {"error": {"message": message, "type": error.kind, "param": parameter, "code": error.status}}
 
 
 async def answer_request_error(_: Request, error: Exception) -> Response:

@@ -17,7 +17,9 @@ from cluster.generation import GenerationOptions
 from scheduler.sampling_params import MAX_LOGPROBS, MAX_SEED, SamplingParams
 
 MAX_STOP_STRINGS = 16
+MAX_PROMPTS = 1024
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, for /v1/completions
+_TOKEN_ID = re.compile(r"-?[0-9]{1,18}")
 _UNSUPPORTED = "is not supported; leave it out"
 
 
@@ -91,15 +93,17 @@ class _Body(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
             given["top_k"] = max(self.top_k, 0) if self.top_k == -1 else self.top_k
         if self.seed is not None:
             given["seed"] = self.seed & MAX_SEED
+        logit_bias = {_token_id(key): bias for key, bias in (self.logit_bias or {}).items()}
         try:
             return SamplingParams(
                 **given,
-                logit_bias={_token_id(key): bias for key, bias in (self.logit_bias or {}).items()},
+                logit_bias=logit_bias,
                 stop_token_ids=tuple(self.stop_token_ids or ()),
                 **more,
             )
         except ValueError as error:
-            raise InvalidRequest(str(error), parameter=str(error).partition(" ")[0]) from error
+            name = re.match(r"\w+", str(error))
+            raise InvalidRequest(str(error), parameter=name[0] if name else None) from error
 
 
 class CompletionBody(_Body, kw_only=True):
@@ -115,6 +119,10 @@ class CompletionBody(_Body, kw_only=True):
         """One or more prompts, all texts or all token ids."""
         if isinstance(self.prompt, str):
             return [self.prompt]
+        if len(self.prompt) > MAX_PROMPTS and not isinstance(self.prompt[0], int):
+            raise InvalidRequest(
+                f"{len(self.prompt)} prompts in one request; give at most {MAX_PROMPTS}", parameter="prompt"
+            )
         kinds = {type(entry) for entry in self.prompt}
         if kinds == {int}:
             return [cast(list[int], self.prompt)]
@@ -174,8 +182,14 @@ class ChatBody(_Body, kw_only=True):
             raise InvalidRequest(
                 "continue_final_message needs a last message of the assistant", parameter="continue_final_message"
             )
+        more = self.chat_template_kwargs or {}
+        if "messages" in more:
+            raise InvalidRequest(
+                "chat_template_kwargs cannot hold `messages`; they are a parameter of their own",
+                parameter="chat_template_kwargs",
+            )
         return {
-            **(self.chat_template_kwargs or {}),
+            **more,
             "add_generation_prompt": self.add_generation_prompt is not False and not continues,
             "continue_final_message": continues,
         }
@@ -226,8 +240,8 @@ def _explain(message: str, kind: type[_Body]) -> InvalidRequest:
 
 
 def _token_id(key: str) -> int:
-    if not key.lstrip("-").isascii() or not key.lstrip("-").isdigit():
-        raise InvalidRequest(f"logit_bias[{key!r}] must name a token id", parameter="logit_bias")
+    if not _TOKEN_ID.fullmatch(key):
+        raise InvalidRequest(f"logit_bias[{key[:40]!r}] must name a token id", parameter="logit_bias")
     return int(key)
 
 

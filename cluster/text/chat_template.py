@@ -54,6 +54,7 @@ class ChatTemplate:
     def render(
         self,
         messages: Sequence[dict[str, Any]],
+        /,
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
@@ -72,7 +73,7 @@ class ChatTemplate:
         variables = {**arguments, **self.special_tokens, "messages": list(messages), "tools": tools, "documents": None}
         try:
             text = self._template.render(variables, add_generation_prompt=add_generation_prompt)
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+        except Exception as error:  # the template is a program of the model's; it may raise anything
             raise InvalidRequest(f"the chat template refuses these messages: {error}", parameter="messages") from error
         return _cut_after(text, messages[-1]["content"]) if continue_final_message else text
 

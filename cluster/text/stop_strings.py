@@ -17,7 +17,6 @@ class StopStrings:
         self.found: str | None = None
         self._strings = tuple(strings)
         self._include = include_in_output
-        self._beginnings = {string[:end] for string in strings for end in range(1, len(string))}
         self._longest = max(map(len, strings), default=0)
         self._held = ""
 
@@ -44,6 +43,7 @@ class StopStrings:
 
     def _num_held(self, text: str) -> int:
         for length in range(min(len(text), self._longest - 1), 0, -1):
-            if text[-length:] in self._beginnings:
+            tail = text[-length:]
+            if any(len(string) > length and string.startswith(tail) for string in self._strings):
                 return length
         return 0

@@ -9,10 +9,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer as FastTokenizer
+
+from cluster.errors import InvalidRequest
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
@@ -38,8 +41,11 @@ class Tokenizer:
         path = directory / "tokenizer.json"
         if not path.is_file():
             raise ValueError(f"{directory} has no tokenizer.json; convert the model's tokenizer with its own tools")
-        description = json.loads(path.read_text(encoding="utf-8"))
-        self._fast = FastTokenizer.from_file(str(path))
+        try:
+            description = json.loads(path.read_text(encoding="utf-8"))
+            self._fast = FastTokenizer.from_file(str(path))
+        except Exception as error:  # the library raises plain Exceptions
+            raise ValueError(f"{path} cannot be read as a tokenizer: {error}; fetch the file again") from error
         self._fast.no_truncation()
         self._fast.no_padding()
         kinds = {step["type"]: step for step in _decoder_steps(description.get("decoder"))}
@@ -54,12 +60,28 @@ class Tokenizer:
         self.special_ids = frozenset(token["id"] for token in added if token.get("special"))
         self._bytes: dict[int, bytes] = {}
 
+    @cached_property
+    def longest_token(self) -> int:
+        """Characters of the longest entry of the vocabulary."""
+        return max(map(len, self._fast.get_vocab(with_added_tokens=True)), default=1)
+
     @property
     def vocab_size(self) -> int:
         return self._fast.get_vocab_size(with_added_tokens=True)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        return self._fast.encode(text, add_special_tokens=add_special_tokens).ids
+        """Other threads run meanwhile: only the library's way of encoding a batch lets go of the interpreter's lock.
+
+        Raises:
+            InvalidRequest: half of a surrogate pair, which is no text and which JSON and command lines can smuggle in.
+        """
+        try:
+            (encoding,) = self._fast.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        except (TypeError, UnicodeEncodeError) as error:
+            raise InvalidRequest(
+                "the text holds half of a surrogate pair, which is not valid Unicode; remove it", parameter="prompt"
+            ) from error
+        return encoding.ids
 
     def decode(self, token_ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
         return self._fast.decode(list(token_ids), skip_special_tokens=skip_special_tokens)

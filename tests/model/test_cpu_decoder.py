@@ -166,7 +166,7 @@ def test_eight_bits_stay_near(variant, checkpoint, expected):
         model = decoder(checkpoint(name), group, variant, weight_format="int8")
         actual = run_steps(model, poisoned_cache(ModelSpec.from_directory(checkpoint(name)), group))
         error = (actual - expected(name)).pow(2).mean().sqrt() / expected(name).std()
-        assert error < 0.07
+        assert error < 0.045
 
 
 @pytest.mark.parametrize("variant", BEST)
@@ -177,7 +177,7 @@ def test_float32_weights_that_are_bfloat16_numbers_take_half_the_memory(variant,
         parameter.data = parameter.bfloat16().float()
     theirs = run_steps(model, poisoned_cache(spec, group))
     packed = CpuDecoder(model, spec, group, loaded(variant), num_threads=1, weight_format="float32")
-    assert list(packed.packed_bytes.by_format) == ["bfloat16"]
+    assert list(packed.packed_bytes) == ["bfloat16"]
     assert_same_logits(run_steps(packed, poisoned_cache(spec, group)), theirs)
     assert max(parameter.numel() for parameter in model.parameters()) == spec.hidden_size, "only norms are left"
 

@@ -5,10 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.support.step_plans import admitted, plan
 from workers.attention import AttentionMetadata
 from workers.attention.reference import ReferenceBackend
 from workers.cuda_graph import DecodeGraphs, bucket_sizes
+from workers.input_batch import InputBatch
 from workers.kv_cache import KVCache
+from workers.model_runner import ModelRunner
+from workers.sampling_state import SamplingState
 
 BLOCK_SIZE = 4
 NUM_BLOCKS = 12
@@ -49,6 +53,9 @@ class OneLayer:
         x = (self.embedding[token_ids] + positions[:, None]).unsqueeze(1)
         self.backend.store_kv(x, x, kv.k[0], kv.v[0], meta.slot_mapping)
         return self.backend.attend(x, kv.k[0], kv.v[0], meta, scale=0.1).flatten(1)
+
+    def compute_logits(self, hidden):
+        return hidden @ self.embedding.T
 
 
 def make_cache():
@@ -161,3 +168,42 @@ def test_lengths_for_dynamic_rope_travel_with_the_rows():
     object.__setattr__(meta, "rope_lens", torch.tensor([9, 5]))
     graphs.run(token_ids, positions, meta)
     assert lengths_seen[-1] == [9, 5]
+
+
+def make_runner(*, with_graphs):
+    device, model, kv = torch.device("cpu"), OneLayer(), make_cache()
+    graphs, capture = make_graphs(model, kv, max_num_seqs=4) if with_graphs else (None, None)
+    batch = InputBatch(
+        num_slots=4,
+        max_model_len=MAX_MODEL_LEN,
+        block_size=BLOCK_SIZE,
+        num_blocks=NUM_BLOCKS,
+        vocab_size=50,
+        device=device,
+    )
+    return ModelRunner(model, kv, batch, SamplingState(4, 50, (), device), graphs=graphs), capture
+
+
+def run_one_step_ahead(runner):
+    """Sequences come and go; each plan is launched before the tokens of the one before are collected."""
+    plans = [
+        plan(0, admit=[admitted(0, [3, 1, 4], [0, 1, 2]), admitted(2, [5], [3, 4])], prefill=[(0, 0, 3), (2, 0, 1)]),
+        plan(1, decode=[(0, -1), (2, -1)]),
+        plan(2, admit=[admitted(1, [9, 2], [5, 6])], prefill=[(1, 0, 2)], decode=[(0, -1), (2, -1)]),
+        plan(3, decode=[(0, -1), (1, -1), (2, -1)]),
+        plan(4, released=[0], decode=[(1, -1), (2, -1)]),
+        plan(5, released=[2], decode=[(1, -1)]),
+    ]
+    pending, tokens = [], []
+    for step in plans:
+        pending.append(runner.launch(step))
+        if len(pending) == 2:
+            tokens.append(runner.collect(pending.pop(0)).tokens.tolist())
+    return [*tokens, runner.collect(pending.pop()).tokens.tolist()]
+
+
+def test_one_step_ahead_on_graphs_gives_the_tokens_of_steps_without():
+    graphed, capture = make_runner(with_graphs=True)
+    eager, _ = make_runner(with_graphs=False)
+    assert run_one_step_ahead(graphed) == run_one_step_ahead(eager)
+    assert len(capture.replayed) == 4  # the steps without a prompt

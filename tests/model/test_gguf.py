@@ -212,6 +212,9 @@ def test_the_command_prints_the_directory_or_one_line_of_error(tmp_path: Path) -
     assert (Path(good.stdout.strip()) / "config.json").is_file()
     bad = subprocess.run([*command, str(tmp_path / "no.gguf")], capture_output=True, text=True, timeout=60, check=False)
     assert bad.returncode == 1 and bad.stderr.count("\n") == 1 and "does not exist" in bad.stderr
+    command[-1] = "/dev/null"  # no folder can be made in it
+    full = subprocess.run([*command, str(source)], capture_output=True, text=True, timeout=60, check=False)
+    assert full.returncode == 1 and full.stderr.count("\n") == 1 and "set model.cache_dir" in full.stderr
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ import torch
 import tests.support.triton_interpreter  # noqa: F401  before any kernel
 from workers.attention import AttentionMetadata, choose_backend
 from workers.attention.reference import ReferenceBackend
-from workers.attention.triton_paged import PairedBackend, TritonPagedBackend
+from workers.attention.triton_paged import PairedBackend, TritonPagedBackend, probe
 from workers.kernels.triton import decode
 from workers.kernels.triton.tuning import INTERPRETER, Device
 
@@ -139,3 +139,18 @@ def test_without_a_gpu_the_log_says_why_not(name):
     with pytest.raises(ValueError, match="it needs a CUDA device, not cpu"):
         choose_backend(name, **options)
     assert choose_backend("auto", **options).name == "reference"
+
+
+def test_a_trial_call_tells_backends_that_work_from_those_that_do_not():
+    class Forgetful(TritonPagedBackend):
+        def decode(self, q, k_cache, v_cache, meta, out, **options):
+            out[meta.num_prefill_tokens :] = 0.0
+
+    class Absent(TritonPagedBackend):
+        def __init__(self):
+            raise ImportError("undefined symbol: torch_of_last_year\nand a long story")
+
+    case = (torch.device("cpu"), torch.float16, 64, 16, False)
+    assert probe(TritonPagedBackend, *case) is None
+    assert "was off by" in probe(Forgetful, *case)
+    assert probe(Absent, *case) == "a trial call failed (ImportError: undefined symbol: torch_of_last_year)"

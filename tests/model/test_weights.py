@@ -149,6 +149,14 @@ def test_shapes_that_differ_from_the_configuration_are_named(directory: Path) ->
         load(directory)
 
 
+@pytest.mark.parametrize("length", [0, 5, -1000])
+def test_a_file_that_is_cut_short_is_named(directory: Path, length: int) -> None:
+    file = directory / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:length])
+    with pytest.raises(ValueError, match=r"model\.safetensors is damaged or cut short .*; fetch it again"):
+        SafetensorsSource(directory)
+
+
 def test_a_directory_without_safetensors_is_refused(directory: Path) -> None:
     (directory / "model.safetensors").unlink()
     with pytest.raises(ValueError, match=r"holds no \.safetensors file"):

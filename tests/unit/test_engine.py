@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import random
 import signal
@@ -17,6 +18,7 @@ import pytest
 
 from cluster.errors import EngineFailed, HandshakeRefused, PeerClosed
 from cluster.frames import FrameKind, Hello
+from cluster.greeter import MAX_STRANGERS
 from cluster.protocol import (
     Abort,
     Accepted,
@@ -29,7 +31,10 @@ from cluster.protocol import (
     encode_message,
     pack_tokens,
 )
-from cluster.transport import Connection, connect
+from cluster.rank_group import RankGroup
+from cluster.reactor import Reactor
+from cluster.transport import Connection, QueuedConnection, connect
+from configs.schema import ClusterConfig
 from scheduler.sampling_params import SamplingParams
 from tests.support.fake_ranks import FakeRank, expected_tokens
 from tests.support.small_engine import TOKEN, SmallEngine, make_config, running_engine
@@ -135,6 +140,14 @@ def test_several_texts_of_one_prompt_end_one_by_one(engine: SmallEngine) -> None
     assert client.finish(1, n=3) == [expected_tokens(PROMPT, 8)] * 3
 
 
+def test_each_prompt_s_scores_travel_in_a_message_of_their_own(engine: SmallEngine) -> None:
+    client = Client(engine)
+    for request_id in range(4):
+        client.ask(request_id, prompt_logprobs=3)
+    while len(client.ends) < 4:
+        assert len(client.next(TokenBatch).prompt_logprobs) <= 1
+
+
 def test_a_prompt_seen_before_says_how_much_of_it_was_cached(engine: SmallEngine) -> None:
     client = Client(engine)
     prompt = list(range(100, 148))
@@ -225,6 +238,15 @@ def test_noise_at_the_door_disturbs_nobody(engine: SmallEngine) -> None:
         stranger.close()
 
 
+def test_our_own_come_in_past_a_crowd_that_says_nothing(engine: SmallEngine) -> None:
+    with contextlib.ExitStack() as stack:
+        for _ in range(4 * MAX_STRANGERS):
+            stack.enter_context(socket.create_connection((engine.address.host, engine.address.port)))
+        client = Client(engine)
+        client.ask(1)
+        assert client.finish(1) == [expected_tokens(PROMPT, 8)]
+
+
 def test_the_engine_waits_for_every_rank_and_names_the_one_that_does_not_come() -> None:
     with running_engine(num_ranks=2, num_fakes=1) as engine:
         with pytest.raises(EngineFailed, match=r"rank 1 did not connect within 0\.1 s"):
@@ -313,6 +335,40 @@ def test_a_hung_rank_is_named_with_its_last_acknowledged_step() -> None:
         assert "was not answered within 0.4 s: rank 1 on node test, pid 1001 is silent" in reason
         assert f"last acknowledged step: {last}" in reason
         assert "rank 0" not in reason
+
+
+def test_a_rank_that_is_stopped_in_a_step_is_seen_long_before_the_step_is_late() -> None:
+    with running_engine(make_config(step_timeout_s=60.0, heartbeat_s=0.05), num_ranks=2) as engine:
+        client = Client(engine)
+        engine.ranks[0].model.blocked.set()
+        engine.ranks[1].fall_silent()
+        client.ask(1)
+        client.next(Accepted)
+        assert "rank 1 on node test, pid 1001 is silent" in client.next(Failed).reason
+        assert not engine.loop.is_reason_secondhand
+
+
+def test_a_pause_of_our_own_process_is_nobody_s_silence() -> None:
+    now, config = [0.0], ClusterConfig(step_timeout_s=60.0, heartbeat_s=1.0)
+    reactor = Reactor()
+    ours, theirs = socket.socketpair()
+    ranks = RankGroup(
+        1, engine_epoch=0, config=config, reactor=reactor, clock=lambda: now[0], on_result=lambda payload: None
+    )
+    connection = QueuedConnection(ours, allowed=frozenset(FrameKind), max_pending=1 << 20)
+    ranks.join(Hello(TOKEN, "rank", "rank 0", rank=0), connection)
+    ranks.send_plan(0, b"")
+
+    def let_pass(*pauses: float) -> None:
+        for pause in pauses:
+            now[0] += pause
+            ranks.check(now[0])
+
+    let_pass(1.0, 1.0, 3600.0, 1.0, 1.0)  # the machine slept for an hour; the rank's pulse is on its way
+    with pytest.raises(EngineFailed, match="rank 0 is silent"):
+        let_pass(*[1.0] * 10)
+    reactor.close()
+    theirs.close()
 
 
 def test_ranks_that_are_all_alive_and_too_slow_are_all_named() -> None:

@@ -85,6 +85,18 @@ def test_a_stop_string_ends_the_text_and_frees_the_engine(text: TextProcessor) -
         assert engine.scheduler.stats().num_sampled_tokens < 200
 
 
+def test_prompt_scores_that_no_frame_holds_are_refused(text: TextProcessor, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cluster.frontend.MAX_SCORES", 4 * len(PROMPT) * (3 + 2 * 5))
+
+    async def work(frontend: Frontend) -> None:
+        await frontend.submit(PROMPT, SamplingParams(prompt_logprobs=5, max_tokens=1))
+        with pytest.raises(InvalidRequest, match="ask for fewer alternatives"):
+            await frontend.submit(PROMPT, SamplingParams(prompt_logprobs=6, max_tokens=1))
+
+    with running_engine() as engine:
+        with_frontend(text, [engine], work)
+
+
 def test_leaving_the_iteration_aborts_the_request(text: TextProcessor) -> None:
     async def work(frontend: Frontend) -> None:
         async with contextlib.aclosing(frontend.generate(PROMPT, LONG)) as deltas:

@@ -258,6 +258,13 @@ def test_the_model_is_listed_with_its_limit(door: Door) -> None:
     assert (model["id"], model["object"], model["max_model_len"]) == ("tiny", "model", 512)
 
 
+def test_one_model_is_described_by_its_name_and_any_other_is_not_here(door: Door) -> None:
+    listed = door.http.get("/v1/models").json()["data"]
+    assert [door.http.get("/v1/models/tiny").json()] == listed
+    assert door.http.get("/v1/models/some/other").status_code == 404
+    assert door.http.get("/v1/models/tiny", headers={"Authorization": ""}).status_code == 401
+
+
 def test_health_needs_no_key_and_says_what_there_is(door: Door) -> None:
     response = httpx.get(f"{door.http.base_url}/health")
     assert response.status_code == 200
@@ -290,6 +297,14 @@ COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
         (COMPLETIONS, {"prompt": "x", "n": 0}, "n is 0"),
         (COMPLETIONS, {"prompt": "x", "logprobs": 21}, "logprobs is 21; give a value from 0 to 20"),
         (COMPLETIONS, {"prompt": "x", "logit_bias": {"a": 1}}, "must name a token id"),
+        (COMPLETIONS, {"prompt": "x", "max_tokens": 10**400}, "give a value from 1 to"),
+        (COMPLETIONS, {"prompt": "x", "temperature": 10**400}, "out of range"),
+        (COMPLETIONS, {"prompt": "x", "logit_bias": {"--5": 1}}, "must name a token id"),
+        (COMPLETIONS, {"prompt": "x", "logit_bias": {"9" * 5000: 1}}, "must name a token id"),
+        (COMPLETIONS, {"prompt": "x", "logit_bias": {"5": 101}}, "logit_bias[5] is 101"),
+        (COMPLETIONS, {"prompt": ["x"] * 1025}, "1025 prompts in one request; give at most 1024"),
+        (COMPLETIONS, {"prompt": "x", "y" * 9000: 1}, "unknown parameter yyy"),
+        (COMPLETIONS, {"prompt": "x" * 40_000}, "40,000 characters, more than the model's limit of 512 tokens"),
         (COMPLETIONS, {"prompt": "x", "stop": [""]}, "none of them empty"),
         (COMPLETIONS, {"prompt": "x", "best_of": 3}, "best_of must equal n"),
         (COMPLETIONS, {"prompt": "x", "suffix": "y"}, "suffix is not supported"),
@@ -301,6 +316,7 @@ COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
         (CHAT, {"messages": MESSAGES, "top_logprobs": 2}, "top_logprobs needs logprobs: true"),
         (CHAT, {"messages": MESSAGES, "tools": [{"type": "function"}]}, "tools is not supported"),
         (CHAT, {"messages": MESSAGES, "response_format": {"type": "json_object"}}, "only"),
+        (CHAT, {"messages": MESSAGES, "chat_template_kwargs": {"messages": []}}, "chat_template_kwargs cannot hold"),
         (CHAT, {"messages": MESSAGES, "continue_final_message": True}, "last message of the assistant"),
     ],
 )
@@ -309,7 +325,14 @@ def test_a_bad_request_is_answered_with_the_remedy(door: Door, path: str, body: 
     assert response.status_code == 400, response.text
     error = response.json()["error"]
     assert message in error["message"]
+    assert len(response.content) < 3000
     assert (error["type"], error["code"]) == ("invalid_request_error", 400)
+
+
+def test_any_name_may_stand_among_the_template_s_arguments(door: Door) -> None:
+    arguments = {"self": 1, "tools": None, "text": 2, "": 3}
+    answer = door.ok(CHAT, messages=MESSAGES, chat_template_kwargs=arguments, max_tokens=4)
+    assert answer["choices"][0]["message"]["content"] == door.text(TEMPLATED, 4)
 
 
 def test_a_bad_request_is_a_status_in_a_stream_too(door: Door) -> None:

@@ -13,10 +13,11 @@ from rich.console import Console
 
 from cluster.demo import Stream, _print_whole_lines, _take_event, _times
 from cluster.exit_codes import ModelError, StartupError, UsageError
-from cluster.offline import Answer, Prompt, read_prompts
+from cluster.offline import Answer, _publish, opened
 from cluster.phases import Phases
 from cluster.preflight import listen
 from cluster.preparation import Preparation
+from cluster.prompts import Prompt, read_prompts
 from configs.schema import ModelConfig
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -98,6 +99,41 @@ def test_a_bad_line_of_a_prompt_file_is_named(tmp_path):
         read_prompts([], file, as_chat=False)
     with pytest.raises(UsageError, match="cannot be read"):
         read_prompts([], tmp_path / "absent", as_chat=False)
+
+
+@pytest.mark.parametrize(
+    "line", ["[" * 100_000, "9" * 5000, '{"prompt": "\\ud800"}', '{"messages": [{"content": "\\udfff"}]}']
+)
+def test_a_line_that_json_alone_would_let_through_is_named_too(tmp_path, line):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(line)
+    with pytest.raises(UsageError, match=r"prompts.jsonl:1: not"):
+        read_prompts([], file, as_chat=False)
+
+
+def test_a_prompt_that_is_not_utf_8_is_refused():
+    with pytest.raises(UsageError, match="--prompt: not valid Unicode"):
+        read_prompts([b"a\xff".decode(errors="surrogateescape")], None, as_chat=False)
+
+
+def test_an_output_that_cannot_be_written_is_refused_before_anything_is_loaded(tmp_path):
+    with (
+        pytest.raises(UsageError, match=r"out.jsonl cannot be written: No such file"),
+        opened(tmp_path / "no" / "out.jsonl"),
+    ):
+        pass
+    with opened(tmp_path / "out.jsonl") as sink:
+        assert sink is not None
+    with opened(None) as sink:
+        assert sink is None
+
+
+def test_a_full_disk_is_said_in_a_line():
+    with (
+        pytest.raises(UsageError, match="the answers cannot be written: No space left on device"),
+        opened(Path("/dev/full")) as sink,
+    ):
+        _publish(Answer(Prompt(0, text="hi"), "ho"), sink, Console(), False)
 
 
 def test_a_prompt_becomes_a_conversation_where_the_template_is_wanted():

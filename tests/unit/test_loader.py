@@ -71,6 +71,8 @@ def test_an_unknown_option_like_no_other_is_answered_with_the_sections(tmp_path:
         ("model.max_model_len", "0", "model.max_model_len is 0; give a whole number of at least 1, or null"),
         ("model.served_name", "7", "quotes"),
         ("worker.env", "{OMP_NUM_THREADS: 1}", "quotes"),
+        ("worker.env", '{A: "x\\0"}', "a mapping of text to text"),
+        ("ingress.host", '"a\\0b"', r"ingress.host is 'a\x00b'; give text without null bytes"),
     ],
 )
 def test_a_wrong_value_is_refused_with_its_path_its_line_and_what_is_legal(

@@ -163,11 +163,17 @@ def test_generation_config_decides_the_end_of_a_text(tmp_path: Path) -> None:
         ({"rope_scaling": {"rope_type": "linear"}}, "rope type 'linear' needs a `factor`"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supported"),
         ({"hidden_act": "relu2"}, "activation 'relu2' is not supported"),
-        ({"quantization_config": {"quant_method": "awq"}}, "awq quantised weights are not supported"),
+        ({"quantization_config": {"quant_method": "eetq"}}, "eetq quantised weights are not supported"),
         ({"num_experts": 8}, "mixtures of experts"),
         ({"num_key_value_heads": 4}, "9 attention heads do not form equal groups over 4"),
         ({"torch_dtype": "float64"}, "weights of type float64 are not supported"),
         ({"hidden_size": ...}, "lacks the key 'hidden_size'"),
+        ({"hidden_size": "wide"}, r"config\.json: .*'wide'"),
+        ({"num_attention_heads": 0}, "num_attention_heads is 0; a model has at least 1"),
+        ({"vocab_size": -5}, "vocab_size is -5"),
+        ({"num_hidden_layers": None}, "holds a value of the wrong kind"),
+        ({"architectures": [["x"]]}, "not supported"),
+        ({"rope_scaling": 5}, "holds a value of the wrong kind"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "per layer type are not supported"),
         (gemma(use_bidirectional_attention=True), "use_bidirectional_attention is not supported"),
         (gemma(layer_types=["chunked_attention"] * 12), "layer type 'chunked_attention' is not supported"),
@@ -184,6 +190,10 @@ def test_a_directory_without_config_is_refused_with_the_remedy(tmp_path: Path) -
 
 
 def test_a_broken_config_is_refused_with_its_place(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ValueError, match=r"config\.json cannot be read"):
+    for content in ("{", "", "\x00", "[" * 100_000):
+        (tmp_path / "config.json").write_text(content)
+        with pytest.raises(ValueError, match=r"config\.json cannot be read"):
+            ModelSpec.from_directory(tmp_path)
+    (tmp_path / "config.json").write_text("[1]")
+    with pytest.raises(ValueError, match=r"config\.json is not a JSON object"):
         ModelSpec.from_directory(tmp_path)

@@ -97,6 +97,7 @@ def test_a_scheduler_that_is_gone_ends_the_service_at_once(pair: Pair) -> None:
 def test_a_scheduler_that_falls_silent_ends_the_service() -> None:
     pair = Pair(silence_timeout_s=0.1)
     assert isinstance(pair.end(), DeadlineExceeded)
+    assert "the scheduler was silent for" in str(pair.error)
     pair.scheduler.close()
 
 

@@ -53,6 +53,12 @@ def test_a_count_must_be_a_whole_number(name: str, value: object) -> None:
         SamplingParams(**{name: value})
 
 
+@pytest.mark.parametrize("name", ["n", "temperature", "seed", "max_tokens"])
+def test_a_number_beyond_any_float_is_out_of_range(name: str) -> None:
+    with pytest.raises(ValueError, match=rf"{name} is 1000.*; give a value from"):
+        SamplingParams(**{name: 10**400})
+
+
 def test_more_tokens_cannot_be_required_than_are_allowed() -> None:
     with pytest.raises(ValueError, match="min_tokens 5 is more than max_tokens 4"):
         SamplingParams(min_tokens=5, max_tokens=4)

@@ -125,3 +125,15 @@ def test_completions_start_without_their_lead_if_it_ended_at_once() -> None:
     assert copies(plan) == []
     assert prefills(plan) == [(0, 4, 2)]
     assert not story.scheduler.has_unfinished
+
+
+def test_the_texts_of_one_request_share_their_prompt_in_memory_until_they_differ() -> None:
+    story = Story()
+    story.add("a", 11, n=3, max_tokens=2)
+    sequences = list(story.scheduler._sequences_of["a"])
+    lead, *children = sequences
+    assert all(child.token_ids is lead.token_ids for child in children)
+    story.run()
+    assert [seq.prompt_token_ids for seq in sequences] == [lead.prompt_token_ids] * 3
+    assert [seq.num_completion_tokens for seq in sequences] == [len(seq.completion_token_ids) for seq in sequences]
+    assert len({id(seq.token_ids) for seq in sequences}) == 3

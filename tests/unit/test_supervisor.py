@@ -44,6 +44,12 @@ def test_the_root_error_is_the_ranks_own_whatever_was_seen_first():
     assert root_reason([scheduler]) == "the scheduler: rank 1 closed its stream"
 
 
+def test_a_scheduler_s_own_verdict_comes_before_the_ends_of_its_ranks():
+    verdict = ended("scheduler", "the scheduler", "step 7 was not answered: rank 1 is silent")
+    orphan = ended(label="rank 0", reason="its process was killed or crashed")
+    assert root_reason([orphan, verdict]) == "the scheduler: step 7 was not answered: rank 1 is silent"
+
+
 def test_an_end_without_a_reason_explains_nothing_if_another_has_one():
     silent = ended(label="rank 0", reason="")
     assert root_reason([silent, ended("ingress", "the ingress", "port lost")]) == "the ingress: port lost"

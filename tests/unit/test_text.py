@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -89,8 +90,35 @@ def test_a_continuation_keeps_the_space_before_its_first_word(fallback_tokenizer
     assert fallback_tokenizer.decode(token_ids) == "the"
 
 
+def test_half_of_a_surrogate_pair_is_no_text(tokenizer: Tokenizer) -> None:
+    with pytest.raises(InvalidRequest, match="surrogate"):
+        tokenizer.encode("a\ud800b")
+
+
+def test_other_threads_run_while_a_long_text_is_tokenized(tokenizer: Tokenizer) -> None:
+    text, ticks, done = "hello world " * 100_000, [], threading.Event()
+
+    def tick() -> None:
+        while not done.wait(0.001):
+            ticks.append(None)
+
+    thread = threading.Thread(target=tick)
+    thread.start()
+    tokenizer.encode(text)
+    done.set()
+    thread.join()
+    assert len(ticks) > 10
+
+
 def test_a_directory_without_tokenizer_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"no tokenizer\.json"):
+        Tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"model": {"type": "BPE"}}', "\ud7ff"])
+def test_a_broken_tokenizer_is_refused_by_its_path(tmp_path: Path, content: str) -> None:
+    (tmp_path / "tokenizer.json").write_text(content)
+    with pytest.raises(ValueError, match=r"tokenizer\.json cannot be read as a tokenizer: .*; fetch the file again"):
         Tokenizer(tmp_path)
 
 
@@ -138,6 +166,11 @@ def test_stop_strings_cut_where_a_reader_of_characters_would(parts: list[str], s
 def test_text_that_may_begin_a_stop_string_waits_and_the_rest_does_not() -> None:
     stop = StopStrings(["\n\nUser:"])
     assert [stop.push("Hello\n"), stop.push("\nU"), stop.push("nder")] == ["Hello", "", "\n\nUnder"]
+
+
+def test_a_stop_string_as_long_as_a_book_costs_no_more_than_its_own_length() -> None:
+    stop = StopStrings(["a" * 500_000 + "b"])
+    assert [stop.push("xaaa"), stop.push("aaac"), stop.flush()] == ["x", "aaaaaac", ""]
 
 
 def test_without_stop_strings_text_passes_at_once() -> None:
@@ -195,6 +228,12 @@ def test_the_final_message_can_be_continued() -> None:
 )
 def test_the_usual_names_work_in_a_template(source: str, text: str) -> None:
     assert template(source).render(MESSAGES, enable_thinking=False) == text
+
+
+@pytest.mark.parametrize("source", ["{{ 1 // 0 }}", "{{ range(10**9) }}", "{{ messages[5] + 1 }}", "{{ undefined.x }}"])
+def test_whatever_a_template_does_wrong_is_the_client_s_error(source: str) -> None:
+    with pytest.raises(InvalidRequest, match="the chat template refuses these messages"):
+        template(source).render(MESSAGES)
 
 
 def test_a_template_s_own_refusal_is_the_client_s_error() -> None:

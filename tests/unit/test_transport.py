@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import socket
 import time
 from collections.abc import Iterator
@@ -139,6 +141,18 @@ def test_a_listener_is_reached_by_unix_name_and_by_tcp(unix: bool) -> None:
     if not unix:
         assert accepted[0].getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
     accepted[0].close()
+    listener.close()
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.ECONNABORTED, errno.EAGAIN])
+def test_a_peer_that_cannot_be_taken_in_is_nobody(number: int) -> None:
+    class Exhausted(socket.socket):
+        def accept(self) -> tuple[socket.socket, object]:
+            raise OSError(number, os.strerror(number))
+
+    listener = Listener()
+    with Exhausted() as door:
+        assert listener.accept(door) is None
     listener.close()
 
 

@@ -12,7 +12,6 @@ Where a library lacks one of the two halves, own Triton kernels do that half. Kn
 
 from __future__ import annotations
 
-import math
 from abc import abstractmethod
 from importlib import import_module
 from types import ModuleType
@@ -22,11 +21,8 @@ import torch
 from torch import Tensor
 
 from workers.attention.base import AttentionMetadata
-from workers.attention.reference import ReferenceBackend
 from workers.attention.triton_paged import TritonPagedBackend
-
-PROBE_TOLERANCE = 2e-2
-"""Of the probe's relative error: bfloat16 keeps 8 bits."""
+from workers.kernels.available import describe
 
 
 class FlashBackend(TritonPagedBackend):
@@ -60,11 +56,10 @@ class FlashBackend(TritonPagedBackend):
         try:
             import_module(cls.module)
         except Exception as error:  # a library built for another torch fails in ways of its own
-            return f"{cls.module} cannot be imported ({type(error).__name__}: {error})"
-        own = super().unavailable_reason(
+            return f"{cls.module} cannot be imported ({describe(error)})"
+        return super().unavailable_reason(
             device=device, dtype=dtype, head_dim=head_dim, block_size=block_size, soft_cap=soft_cap
         )
-        return own or _probe(cls, device, dtype, head_dim, block_size, soft_cap)
 
     def prefill(
         self,
@@ -221,33 +216,3 @@ class Flash4Backend(FlashBackend):
         )
         out: Tensor = found[0] if isinstance(found, tuple) else found
         return out
-
-
-def _probe(
-    backend: type[FlashBackend],
-    device: torch.device,
-    dtype: torch.dtype,
-    head_dim: int,
-    block_size: int,
-    soft_cap: bool,
-) -> str | None:
-    """Run a small step of both halves on the device; None if it agrees with the PyTorch reference."""
-    num_blocks, lengths, queries = 4, [block_size + 3, block_size + 1], [5, 1]
-    generator = torch.Generator(device=device).manual_seed(0)
-    shape = (num_blocks, block_size, 2, head_dim)
-    k_cache, v_cache = (torch.randn(shape, generator=generator, device=device, dtype=dtype) for _ in range(2))
-    q = torch.randn(sum(queries), 4, head_dim, generator=generator, device=device, dtype=dtype)
-    meta = AttentionMetadata.from_lists(
-        queries, lengths, [[2, 0], [3, 1]], block_size=block_size, num_decodes=1, device=device
-    )
-    cap = 30.0 if soft_cap else None
-    scale = 1 / math.sqrt(head_dim)
-    try:
-        out = backend().attend(q, k_cache, v_cache, meta, scale=scale, soft_cap=cap).float()
-        expected = ReferenceBackend().attend(
-            q.float(), k_cache.float(), v_cache.float(), meta, scale=scale, soft_cap=cap
-        )
-        error = float((out - expected).norm() / expected.norm())
-    except Exception as failure:  # whatever it is, this backend cannot be used
-        return f"a trial call failed ({type(failure).__name__}: {str(failure).strip().splitlines()[0][:200]})"
-    return None if error < PROBE_TOLERANCE else f"a trial call was off by {error:.1e}"

@@ -6,20 +6,23 @@ window; the buffers of partial results serve all layers. Imports Triton only whe
 
 from __future__ import annotations
 
-from importlib.util import find_spec
+import math
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from workers.attention.base import AttentionBackend, AttentionMetadata
+from workers.attention.reference import ReferenceBackend
+from workers.kernels.available import describe, triton_unavailable_reason
 
 if TYPE_CHECKING:
     from workers.kernels.triton.decode import Partials, SplitPlan
 
-SMALLEST_CAPABILITY = (8, 0)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MIN_BLOCK_SIZE = 16
+PROBE_TOLERANCE = 2e-2
+"""Of the probe's relative error: bfloat16 keeps 8 bits."""
 
 
 class TritonPagedBackend(AttentionBackend):
@@ -38,19 +41,16 @@ class TritonPagedBackend(AttentionBackend):
     def unavailable_reason(
         cls, *, device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int, soft_cap: bool
     ) -> str | None:
-        if device.type != "cuda":
-            return f"it needs a CUDA device, not {device.type}"
-        if find_spec("triton") is None:
-            return "triton is not installed (pip install triton)"
-        if torch.cuda.get_device_capability(device) < SMALLEST_CAPABILITY:
-            return f"it needs compute capability {SMALLEST_CAPABILITY[0]}.{SMALLEST_CAPABILITY[1]} or newer"
+        reason = triton_unavailable_reason(device)
+        if reason is not None:
+            return reason
         if dtype not in DTYPES:
             return f"it has no kernels for {dtype}"
         if not 16 <= head_dim <= 256:
             return f"heads of {head_dim}; it serves 16 to 256"
         if block_size < MIN_BLOCK_SIZE:
             return f"block_size {block_size}; it serves {MIN_BLOCK_SIZE} and more"
-        return None
+        return probe(cls, device, dtype, head_dim, block_size, soft_cap)
 
     def store_kv(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
         from workers.kernels.triton.store import store_kv
@@ -176,3 +176,33 @@ class PairedBackend(TritonPagedBackend):
         self.name = f"{prefill.name}+{decode.name}"
         self.prefill = prefill.prefill  # type: ignore[method-assign]
         self.decode = decode.decode  # type: ignore[method-assign]
+
+
+def probe(
+    backend: type[TritonPagedBackend],
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    block_size: int,
+    soft_cap: bool,
+) -> str | None:
+    """Run a small step of both halves on the device; None if it agrees with the PyTorch reference."""
+    num_blocks, lengths, queries = 4, [block_size + 3, block_size + 1], [5, 1]
+    generator = torch.Generator(device=device).manual_seed(0)
+    shape = (num_blocks, block_size, 2, head_dim)
+    k_cache, v_cache = (torch.randn(shape, generator=generator, device=device, dtype=dtype) for _ in range(2))
+    q = torch.randn(sum(queries), 4, head_dim, generator=generator, device=device, dtype=dtype)
+    meta = AttentionMetadata.from_lists(
+        queries, lengths, [[2, 0], [3, 1]], block_size=block_size, num_decodes=1, device=device
+    )
+    cap = 30.0 if soft_cap else None
+    scale = 1 / math.sqrt(head_dim)
+    try:
+        out = backend().attend(q, k_cache, v_cache, meta, scale=scale, soft_cap=cap).float()
+        expected = ReferenceBackend().attend(
+            q.float(), k_cache.float(), v_cache.float(), meta, scale=scale, soft_cap=cap
+        )
+        error = float((out - expected).norm() / expected.norm())
+    except Exception as failure:  # whatever it is, this backend cannot be used
+        return f"a trial call failed ({describe(failure)})"
+    return None if error < PROBE_TOLERANCE else f"a trial call was off by {error:.1e}"

@@ -13,7 +13,7 @@ from workers.kv_cache import KVCache
 from workers.layers.linear import QKVParallelLinear, RowParallelLinear, features_of
 from workers.layers.norm import RMSNorm
 from workers.layers.parameter import BuildContext
-from workers.layers.rotary import Rotation, rotate
+from workers.layers.rotary import Rotation
 
 
 class Attention(nn.Module):
@@ -43,6 +43,8 @@ class SelfAttention(nn.Module):
     def __init__(self, context: BuildContext, index: int) -> None:
         super().__init__()
         spec = context.spec
+        self.ops = context.ops
+        self.eps = spec.rms_norm_eps
         self.head_dim = spec.head_dim
         self.shard: HeadShard = split_heads(spec.num_heads, spec.num_kv_heads, context.group.size)[context.group.rank]
         self.qkv_proj = QKVParallelLinear(context, self.shard, bias=spec.attention_bias)
@@ -60,11 +62,14 @@ class SelfAttention(nn.Module):
     def forward(self, hidden: Tensor, rotation: Rotation, kv: KVCache, meta: AttentionMetadata) -> Tensor:
         num_heads, num_kv_heads = self.shard.num_heads, self.shard.num_kv_heads
         qkv = self.qkv_proj(hidden).view(len(hidden), num_heads + 2 * num_kv_heads, self.head_dim)
-        if self.q_norm is not None and self.k_norm is not None and num_heads:
-            q, k, v = qkv.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
-            q, k = rotate(self.q_norm(q), rotation), rotate(self.k_norm(k), rotation)
-        else:
-            qk, v = qkv.split([num_heads + num_kv_heads, num_kv_heads], dim=1)
-            q, k = rotate(qk, rotation).split([num_heads, num_kv_heads], dim=1)
+        q, k, v = self.ops.rotate(
+            qkv,
+            num_heads,
+            num_kv_heads,
+            rotation,
+            q_weight=None if self.q_norm is None else self.q_norm.weight,
+            k_weight=None if self.k_norm is None else self.k_norm.weight,
+            eps=self.eps,
+        )
         attended = self.attention(q, k, v, kv, meta)
         return self.o_proj(attended.reshape(len(hidden), num_heads * self.head_dim))

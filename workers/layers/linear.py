@@ -11,11 +11,29 @@ from collections.abc import Mapping
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from configs.sharding import ALIGNMENT, HeadShard, split_range
-from workers.layers.parameter import BuildContext, Piece, sharded
+from configs.sharding import HeadShard
+from workers.layers.parameter import BuildContext, Piece, ShardedParameter, sharded
+from workers.quantization.kept import QuantizedMatrix
 
 
-class ColumnParallelLinear(nn.Module):
+class ParallelLinear(nn.Module):
+    """A matrix: `weight`, or `kept` in its place where a kernel computes with it quantised."""
+
+    weight: ShardedParameter | None
+    kept: QuantizedMatrix | None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_module("kept", None)
+
+    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        if self.kept is not None:
+            return self.kept(x, bias)
+        assert self.weight is not None
+        return F.linear(x, self.weight, bias)
+
+
+class ColumnParallelLinear(ParallelLinear):
     """x [T, I] -> [T, O]; this rank holds the rows `parts[name]` of each of the checkpoint's modules.
 
     `full_sizes` are those modules' whole numbers of rows.
@@ -39,20 +57,26 @@ class ColumnParallelLinear(nn.Module):
             columns = range(in_features)
             weights.append(Piece(target=target, rows=rows, columns=columns, full_shape=shape, module=module))
             biases.append(Piece(target=target, rows=rows, columns=None, full_shape=shape[:1], module=module))
-        self.weight = sharded(context.empty(start, in_features), weights)
+        self.weight = sharded(context.matrix(start, in_features), weights)
         self.bias = sharded(context.empty(start), biases) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)
+        return self.product(x, self.bias)
 
 
 class MergedColumnParallelLinear(ColumnParallelLinear):
-    """Several projections of one width: x [T, I] -> [T, their parts side by side]."""
+    """Several projections of one width: x [T, I] -> [T, this rank's `part` of each, side by side]."""
 
     def __init__(
-        self, context: BuildContext, in_features: int, out_features: int, modules: tuple[str, ...], *, bias: bool
+        self,
+        context: BuildContext,
+        in_features: int,
+        part: range,
+        out_features: int,
+        modules: tuple[str, ...],
+        *,
+        bias: bool,
     ) -> None:
-        part = split_range(out_features, context.group.size, ALIGNMENT)[context.group.rank]
         super().__init__(
             context, in_features, dict.fromkeys(modules, part), dict.fromkeys(modules, out_features), bias=bias
         )
@@ -74,7 +98,7 @@ class QKVParallelLinear(ColumnParallelLinear):
         )
 
 
-class RowParallelLinear(nn.Module):
+class RowParallelLinear(ParallelLinear):
     """x [T, I] -> [T, out_features], summed over the ranks; `columns` are the input features that this rank holds."""
 
     def __init__(
@@ -84,14 +108,14 @@ class RowParallelLinear(nn.Module):
         self.group = context.group
         rows = range(out_features)
         piece = Piece(target=rows, rows=rows, columns=columns, full_shape=(out_features, in_features))
-        self.weight = sharded(context.empty(out_features, len(columns)), [piece])
+        self.weight = sharded(context.matrix(out_features, len(columns)), [piece])
         bias_piece = Piece(target=rows, rows=rows, columns=None, full_shape=(out_features,))
         self.bias = sharded(context.empty(out_features), [bias_piece]) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         if self.group.size == 1:
-            return F.linear(x, self.weight, self.bias)
-        out = self.group.all_reduce(F.linear(x, self.weight))
+            return self.product(x, self.bias)
+        out = self.group.all_reduce(self.product(x, None))
         return out if self.bias is None else out.add_(self.bias)
 
 

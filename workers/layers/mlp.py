@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from configs.sharding import ALIGNMENT, split_range
-from workers.layers.activation import GATED_ACTIVATIONS
+from configs.matrices import split_inner
 from workers.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 from workers.layers.parameter import BuildContext
 
@@ -17,12 +16,13 @@ class GatedMLP(nn.Module):
         super().__init__()
         spec = context.spec
         inner, hidden = spec.intermediate_size, spec.hidden_size
-        columns = split_range(inner, context.group.size, ALIGNMENT)[context.group.rank]
+        part = split_inner(spec, context.group.size)[context.group.rank]
         self.gate_up_proj = MergedColumnParallelLinear(
-            context, hidden, inner, ("gate_proj", "up_proj"), bias=spec.mlp_bias
+            context, hidden, part, inner, ("gate_proj", "up_proj"), bias=spec.mlp_bias
         )
-        self.act = GATED_ACTIVATIONS[spec.activation]()
-        self.down_proj = RowParallelLinear(context, columns, inner, hidden, bias=spec.mlp_bias)
+        self.ops = context.ops
+        self.activation = spec.activation
+        self.down_proj = RowParallelLinear(context, part, inner, hidden, bias=spec.mlp_bias)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return self.down_proj(self.act(self.gate_up_proj(hidden)))
+        return self.down_proj(self.ops.gated(self.gate_up_proj(hidden), self.activation))

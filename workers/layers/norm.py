@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from workers.layers.parameter import BuildContext, Piece, sharded
@@ -17,6 +16,7 @@ class RMSNorm(nn.Module):
 
     def __init__(self, context: BuildContext, size: int) -> None:
         super().__init__()
+        self.ops = context.ops
         self.eps = context.spec.rms_norm_eps
         plus_one = context.spec.norm_plus_one
         rows = range(size)
@@ -31,12 +31,10 @@ class RMSNorm(nn.Module):
         self.weight = sharded(context.empty(size, dtype=torch.float32 if plus_one else None), [piece])
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = self.weight
-        if weight.dtype == x.dtype:
-            return F.rms_norm(x, weight.shape, weight, self.eps)
-        return F.rms_norm(x.float(), weight.shape, weight, self.eps).to(x.dtype)
+        return self.ops.rms_norm(x, self.weight, self.eps)
 
     def add_and_norm(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         """(normed sum, sum): the sum is the residual stream that the next norm adds to, `residual` changed in place."""
-        residual = x if residual is None else residual.add_(x)
-        return self(residual), residual
+        if residual is None:
+            return self(x), x
+        return self.ops.add_rms_norm(x, residual, self.weight, self.eps), residual

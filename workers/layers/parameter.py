@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from configs.model_spec import ModelSpec
 from workers.attention.base import AttentionBackend
+from workers.layers.ops import LayerOps
 from workers.parallel import ParallelGroup
 
 
@@ -26,9 +27,16 @@ class BuildContext:
     backend: AttentionBackend
     dtype: torch.dtype
     device: torch.device
+    ops: LayerOps
+    defer_matrices: bool = False  # linear layers get no memory yet: `workers.quantization.placement` decides
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         return torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
+
+    def matrix(self, num_rows: int, num_columns: int) -> Tensor:
+        """The weight of a linear layer."""
+        device = torch.device("meta") if self.defer_matrices else self.device
+        return torch.empty(num_rows, num_columns, dtype=self.dtype, device=device)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

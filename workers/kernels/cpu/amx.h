@@ -32,6 +32,8 @@ class AmxScope {
       config[16 + 2 * i] = 64;
       config[48 + i] = 16;
     }
+    // GCC's intrinsic says that it reads 8 bytes; this says that all of them matter.
+    asm volatile("" : : "r"(config) : "memory");
     _tile_loadconfig(config);
   }
   ~AmxScope() {
@@ -74,7 +76,7 @@ inline void amx_sum_int8(const uint8_t* a, int64_t stride, const int8_t* weights
 }
 
 inline void amx_sum_bfloat16(const bf16* a, int64_t stride, const bf16* weights, int64_t k, int64_t count,
-                             int32_t* sums) {
+                             float* sums) {
   ANTIPHON_AMX_SUM(_tile_dpbf16ps, bf16, 32);
 }
 

@@ -81,11 +81,12 @@ void antiphon_linear(Pool* pool, const Matrix* matrix, const float* x, int64_t m
   rows.values = padded.row(0);
   rows.stride = padded.stride();
   const int64_t stride = matrix->padded_k + 64;
-  std::vector<uint8_t> numbers((m + 64) * stride);
+  std::vector<uint8_t> numbers(2 * (m + 64) * stride);
   std::vector<float> scales(m + 64);
   std::vector<bf16> halves((m + 64) * stride);
   for (int64_t row = 0; row < m; ++row) {
-    scales[row] = quantize_row(padded.row(row), matrix->k, matrix->padded_k, numbers.data() + row * stride);
+    uint8_t* high = numbers.data() + 2 * row * stride;
+    scales[row] = quantize_row(padded.row(row), matrix->k, matrix->padded_k, high, high + stride);
     convert(x + row * matrix->k, matrix->k, halves.data() + row * stride);
   }
   rows.numbers = numbers.data();

@@ -8,10 +8,11 @@ namespace {
 
 volatile float sink;
 
-float multiply_add(int64_t rounds) {
+// `start` differs from call to call, so that no call can be left out for being like another.
+__attribute__((noinline)) float multiply_add(int64_t rounds, float start) {
   constexpr int kChains = 10;  // latency times throughput
   Vec sums[kChains];
-  for (int i = 0; i < kChains; ++i) sums[i] = splat(static_cast<float>(i));
+  for (int i = 0; i < kChains; ++i) sums[i] = splat(start + static_cast<float>(i));
   const Vec factor = splat(0.999f), term = splat(0.001f);
   for (int64_t round = 0; round < rounds; ++round) {
 #pragma GCC unroll 10
@@ -43,7 +44,9 @@ extern "C" {
 // Every thread does `rounds`; returns the floating-point operations of all.
 double antiphon_multiply_add(Pool* pool, int64_t rounds) {
   constexpr int64_t kParts = 64;
-  pool->run(kParts, [&](int64_t, int) { sink = multiply_add(rounds / kParts * pool->size()); });
+  pool->run(kParts, [&](int64_t part, int) {
+    sink = multiply_add(rounds / kParts * pool->size(), static_cast<float>(part));
+  });
   return 2.0 * 10 * W * kParts * (rounds / kParts * pool->size());
 }
 

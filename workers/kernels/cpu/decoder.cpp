@@ -55,7 +55,7 @@ void Decoder::reserve(int64_t num_tokens) {
   }
   const int64_t widest = std::max({d.hidden, d.num_heads * d.head_dim, d.inner});
   operand_stride_ = round_up<int64_t>(widest, 64) + 64;
-  numbers_ = std::make_unique<uint8_t[]>(rows * operand_stride_);
+  numbers_ = std::make_unique<uint8_t[]>(2 * rows * operand_stride_);
   scales_ = std::make_unique<float[]>(rows);
   if (amx_available()) halves_ = std::make_unique<bf16[]>(rows * operand_stride_);
 }
@@ -132,7 +132,8 @@ Rows Decoder::prepare(const Matrix& matrix, const Buffer& input, int64_t width, 
     rows.numbers_stride = operand_stride_;
     rows.scales = scales_.get();
     for_rows(num_rows, width, [&](int64_t row) {
-      scales_[row] = quantize_row(input.row(row), width, matrix.padded_k, numbers_.get() + row * operand_stride_);
+      uint8_t* numbers = numbers_.get() + 2 * row * operand_stride_;
+      scales_[row] = quantize_row(input.row(row), width, matrix.padded_k, numbers, numbers + operand_stride_);
     });
   } else if (wants_halves(matrix, num_rows)) {
     rows.halves = halves_.get();

@@ -79,22 +79,28 @@ ANTIPHON_INLINE void sum_bfloat16(const Matrix& m, int64_t panel, const Rows& ro
   }
 }
 
-ANTIPHON_INLINE void dequantise(const Matrix& m, int64_t panel, float row_scale, IVec s0, IVec s1, Vec& c0, Vec& c1) {
+// The sums of the high numbers and those of the low ones become one row of results.
+ANTIPHON_INLINE void dequantise(const Matrix& m, int64_t panel, float row_scale, const IVec (&high)[2],
+                                const IVec (&low)[2], Vec& c0, Vec& c1) {
   IVec corrections[2];
-  Vec scales[2];
+  Vec scales[2], results[2];
   memcpy(corrections, m.corrections + panel * kPanel, sizeof corrections);
   memcpy(scales, m.scales + panel * kPanel, sizeof scales);
-  c0 = __builtin_convertvector(s0 - corrections[0], Vec) * (scales[0] * row_scale);
-  c1 = __builtin_convertvector(s1 - corrections[1], Vec) * (scales[1] * row_scale);
+  for (int i = 0; i < 2; ++i) {
+    const Vec upper = __builtin_convertvector(high[i] - corrections[i], Vec) * kHighUnit;
+    results[i] = (upper + __builtin_convertvector(low[i] - corrections[i], Vec)) * (scales[i] * row_scale);
+  }
+  c0 = results[0];
+  c1 = results[1];
 }
 
 template <int R>
 ANTIPHON_INLINE void sum_int8(const Matrix& m, int64_t panel, const Rows& rows, int64_t row, Sums<R>& acc) {
   auto* weights = static_cast<const int8_t*>(m.data) + panel * m.padded_k * kPanel;
-  const uint8_t* a = rows.numbers + row * rows.numbers_stride;
-  IVec sums[R][2];
+  const uint8_t* a = rows.numbers + 2 * row * rows.numbers_stride;
+  IVec sums[2 * R][2];
 #pragma GCC unroll 16
-  for (int r = 0; r < R; ++r) sums[r][0] = sums[r][1] = IVec{};
+  for (int r = 0; r < 2 * R; ++r) sums[r][0] = sums[r][1] = IVec{};
   for (int64_t k = 0; k < m.k; k += 4, weights += 4 * kPanel) {
     prefetch(weights + 64 * kPanel);
     if (W == 16) prefetch(weights + 66 * kPanel);
@@ -102,7 +108,7 @@ ANTIPHON_INLINE void sum_int8(const Matrix& m, int64_t panel, const Rows& rows, 
     memcpy(&w0, weights, sizeof w0);
     memcpy(&w1, weights + sizeof w0, sizeof w1);
 #pragma GCC unroll 16
-    for (int r = 0; r < R; ++r) {
+    for (int r = 0; r < 2 * R; ++r) {
       int32_t four;
       memcpy(&four, a + r * rows.numbers_stride + k, 4);
       add_dot4(sums[r][0], four, w0);
@@ -111,7 +117,7 @@ ANTIPHON_INLINE void sum_int8(const Matrix& m, int64_t panel, const Rows& rows, 
   }
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r) {
-    dequantise(m, panel, rows.scales[row + r], sums[r][0], sums[r][1], acc[r][0], acc[r][1]);
+    dequantise(m, panel, rows.scales[row + r], sums[2 * r], sums[2 * r + 1], acc[r][0], acc[r][1]);
   }
 }
 
@@ -123,7 +129,9 @@ void tile(const Matrix& m, int64_t panel, const Rows& rows, int64_t row, const O
   switch (m.format) {
     case Format::kFloat32: sum_float32<R>(m, panel, rows, row, acc); break;
     case Format::kBfloat16: sum_bfloat16<R>(m, panel, rows, row, acc); break;
-    case Format::kInt8: sum_int8<R>(m, panel, rows, row, acc); break;
+    case Format::kInt8:
+      if constexpr (R <= kMaxTileRows / 2) sum_int8<R>(m, panel, rows, row, acc);
+      break;
   }
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r) finish(m, panel, out, row + r, acc[r][0], acc[r][1]);
@@ -138,7 +146,8 @@ constexpr Tile tile_of(int rows, std::integer_sequence<int, R...>) {
 }
 
 void vector_panel(const Matrix& m, int64_t panel, const Rows& rows, int64_t first, int64_t last, const Output& out) {
-  int64_t count = last - first, num_tiles = (count + kMaxTileRows - 1) / kMaxTileRows;
+  const int64_t most = m.format == Format::kInt8 ? kMaxTileRows / 2 : kMaxTileRows;
+  const int64_t count = last - first, num_tiles = (count + most - 1) / most;
   for (int64_t i = 0; i < num_tiles; ++i) {
     int64_t from = first + count * i / num_tiles, to = first + count * (i + 1) / num_tiles;
     tile_of(static_cast<int>(to - from), std::make_integer_sequence<int, kMaxTileRows>())(m, panel, rows, from, out);
@@ -146,50 +155,39 @@ void vector_panel(const Matrix& m, int64_t panel, const Rows& rows, int64_t firs
 }
 
 #if ANTIPHON_HAS_AMX
-// Products of blocks of rows with panels. A block's sums are finished while the next one's are being made: reading
-// memory just after a tile was stored there would wait for the store.
-class AmxBlocks {
- public:
-  AmxBlocks(const Matrix& matrix, const Rows& rows, const Output& out) : m_(matrix), rows_(rows), out_(out) {}
-
-  void add(int64_t panel, int64_t row, int64_t count) {
-    int32_t* sums = sums_[turn_];
-    if (m_.format == Format::kInt8) {
-      auto* weights = static_cast<const int8_t*>(m_.data) + panel * m_.padded_k * kPanel;
-      amx_sum_int8(rows_.numbers + row * rows_.numbers_stride, rows_.numbers_stride, weights, m_.padded_k, count, sums);
-    } else {
-      auto* weights = static_cast<const bf16*>(m_.data) + panel * m_.padded_k * kPanel;
-      amx_sum_bfloat16(rows_.halves + row * rows_.halves_stride, rows_.halves_stride, weights, m_.padded_k, count, sums);
+void amx_panel_int8(const Matrix& m, int64_t panel, const Rows& rows, int64_t first, int64_t last, const Output& out) {
+  alignas(64) int32_t sums[kAmxRows * kPanel];
+  auto* weights = static_cast<const int8_t*>(m.data) + panel * m.padded_k * kPanel;
+  for (int64_t row = first; row < last; row += kAmxRows / 2) {
+    const int64_t count = std::min<int64_t>(kAmxRows / 2, last - row);
+    const uint8_t* numbers = rows.numbers + 2 * row * rows.numbers_stride;
+    amx_sum_int8(numbers, rows.numbers_stride, weights, m.padded_k, 2 * count, sums);
+    for (int64_t r = 0; r < count; ++r) {
+      IVec raw[2][2];
+      memcpy(raw, sums + 2 * r * kPanel, sizeof raw);
+      Vec c0, c1;
+      dequantise(m, panel, rows.scales[row + r], raw[0], raw[1], c0, c1);
+      finish(m, panel, out, row + r, c0, c1);
     }
-    flush();
-    panel_ = panel, row_ = row, count_ = count;
-    turn_ = 1 - turn_;
   }
+}
 
-  void flush() {
-    const int32_t* sums = sums_[1 - turn_];
-    for (int64_t r = 0; r < count_; ++r) {
-      IVec raw[2];
-      memcpy(raw, sums + r * kPanel, sizeof raw);
-      Vec c0 = reinterpret_cast<Vec>(raw[0]), c1 = reinterpret_cast<Vec>(raw[1]);
-      if (m_.format == Format::kInt8) dequantise(m_, panel_, rows_.scales[row_ + r], raw[0], raw[1], c0, c1);
-      finish(m_, panel_, out_, row_ + r, c0, c1);
+void amx_panel_bfloat16(const Matrix& m, int64_t panel, const Rows& rows, int64_t first, int64_t last,
+                        const Output& out) {
+  alignas(64) float sums[kAmxRows * kPanel];
+  auto* weights = static_cast<const bf16*>(m.data) + panel * m.padded_k * kPanel;
+  for (int64_t row = first; row < last; row += kAmxRows) {
+    const int64_t count = std::min<int64_t>(kAmxRows, last - row);
+    amx_sum_bfloat16(rows.halves + row * rows.halves_stride, rows.halves_stride, weights, m.padded_k, count, sums);
+    for (int64_t r = 0; r < count; ++r) {
+      finish(m, panel, out, row + r, load(sums + r * kPanel), load(sums + r * kPanel + W));
     }
-    count_ = 0;
   }
-
- private:
-  const Matrix& m_;
-  const Rows& rows_;
-  const Output& out_;
-  int64_t panel_ = 0, row_ = 0, count_ = 0;  // of the block not yet finished
-  int turn_ = 0;
-  alignas(64) int32_t sums_[2][kAmxRows * kPanel];
-};
+}
 #endif
 
 bool uses_amx(const Matrix& m, int64_t num_rows) {
-  if (m.format == Format::kInt8) return amx_available() && num_rows >= kMinAmxRows;
+  if (m.format == Format::kInt8) return amx_available() && 2 * num_rows >= kMinAmxRows;
   return wants_halves(m, num_rows);
 }
 
@@ -223,23 +221,20 @@ void multiply(Pool& pool, const Matrix& matrix, const Rows& rows, int64_t m, con
     const int64_t first = matrix.num_panels * chunk / chunks, last = matrix.num_panels * (chunk + 1) / chunks;
 #if ANTIPHON_HAS_AMX
     AmxScope scope(amx);
-    AmxBlocks blocks(matrix, rows, out);
 #endif
     for (int64_t row = 0; row < m; row += block) {
       const int64_t end = std::min(m, row + block);
       for (int64_t panel = first; panel < last; ++panel) {
 #if ANTIPHON_HAS_AMX
         if (amx) {
-          for (int64_t r = row; r < end; r += kAmxRows) blocks.add(panel, r, std::min(kAmxRows, end - r));
+          const auto block_of = matrix.format == Format::kInt8 ? amx_panel_int8 : amx_panel_bfloat16;
+          block_of(matrix, panel, rows, row, end, out);
           continue;
         }
 #endif
         vector_panel(matrix, panel, rows, row, end, out);
       }
     }
-#if ANTIPHON_HAS_AMX
-    blocks.flush();
-#endif
   });
 }
 

@@ -11,7 +11,7 @@ namespace antiphon {
 struct Rows {
   const float* values;
   int64_t stride;
-  const uint8_t* numbers;  // quantised, see quantize.h
+  const uint8_t* numbers;  // quantised, see quantize.h: two rows for one, the high numbers first
   int64_t numbers_stride;
   const float* scales;
   const bf16* halves;

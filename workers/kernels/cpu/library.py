@@ -215,7 +215,8 @@ def _owned(owner: object, handle: int | None, destroy: Any) -> int:
     """The handle, destroyed when its owner is."""
     if not handle:
         raise MemoryError("the CPU kernels could not allocate what they need")
-    weakref.finalize(owner, destroy, handle)
+    # Not at the end of the process: a daemon thread may be in the middle of a step.
+    weakref.finalize(owner, destroy, handle).atexit = False
     return handle
 
 

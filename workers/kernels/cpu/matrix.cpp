@@ -16,42 +16,101 @@ int64_t group_of(Format format) {
   return format == Format::kInt8 ? kInt8Group : format == Format::kBfloat16 ? kBf16Group : 1;
 }
 
-// Calls write(i, value) for each k of one row; `i` is the place of the number within the panel.
-template <int Group, typename Write>
-void for_each_place(const Matrix& m, int lane, const Write& write) {
-  for (int64_t k = 0; k < m.k; ++k) write(k, (k / Group * kPanel + lane) * Group + k % Group);
-}
+// Numbers that lie together in four bytes: those of one column and of neighbouring k.
+int64_t per_word(Format format) { return format == Format::kInt8 ? 4 : format == Format::kBfloat16 ? 2 : 1; }
 
-void pack_int8_row(Matrix& m, int64_t panel, int lane, const float* row) {
-  auto* out = static_cast<int8_t*>(m.data) + panel * m.padded_k * kPanel;
-  float largest = 0;
-  for (int64_t k = 0; k < m.k; ++k) largest = std::fmax(largest, std::fabs(row[k]));
-  float scale = largest > 0 ? largest / 127 : 1;
-  int32_t sum = 0;
-  for_each_place<4>(m, lane, [&](int64_t k, int64_t place) {
-    int32_t number = static_cast<int32_t>(std::lrintf(row[k] / scale));
-    out[place] = static_cast<int8_t>(number);
-    sum += number;
-  });
-  m.scales[panel * kPanel + lane] = scale;
-  m.corrections[panel * kPanel + lane] = kActivationZero * sum;
-}
+// W columns of a panel: their rows of the source, null for padding.
+struct Columns {
+  const float* rows[W];
+  Vec inverse_scales;  // int8
+};
 
-void pack_row(Matrix& m, int64_t panel, int lane, const float* row) {
-  int64_t start = panel * m.padded_k * kPanel;
-  if (m.format == Format::kInt8) return pack_int8_row(m, panel, lane, row);
-  if (m.format == Format::kBfloat16) {
-    auto* out = static_cast<bf16*>(m.data) + start;
-    for_each_place<2>(m, lane, [&](int64_t k, int64_t place) { out[place] = to_bf16(row[k]); });
-  } else {
-    auto* out = static_cast<float*>(m.data) + start;
-    for_each_place<1>(m, lane, [&](int64_t k, int64_t place) { out[place] = row[k]; });
+// k .. k + W - 1 of all columns, one vector for each k.
+ANTIPHON_INLINE void gather(const Columns& columns, int64_t k, int64_t size, Vec (&out)[W]) {
+  for (int lane = 0; lane < W; ++lane) {
+    const float* row = columns.rows[lane];
+    if (row != nullptr && k + W <= size) {
+      out[lane] = load(row + k);
+    } else {
+      for (int i = 0; i < W; ++i) out[lane][i] = row != nullptr && k + i < size ? row[k + i] : 0;
+    }
   }
+  transpose(out);
+}
+
+// The words [padded_k / per_word][kPanel] of one half of a panel; for int8 also the sum of each column's numbers.
+template <Format F>
+IVec pack_columns(const Columns& columns, int64_t size, int64_t padded_k, uint32_t* words) {
+  constexpr int kGroup = F == Format::kInt8 ? 4 : F == Format::kBfloat16 ? 2 : 1;
+  IVec sums = IVec{};
+  for (int64_t k = 0; k < padded_k; k += W) {
+    Vec rows[W];
+    gather(columns, k, size, rows);
+    for (int i = 0; i < W && k + i < padded_k; i += kGroup) {
+      IVec word = IVec{};
+      for (int j = 0; j < kGroup; ++j) {
+        if constexpr (F == Format::kInt8) {
+          const IVec number = round_to_int(rows[i + j] * columns.inverse_scales);
+          sums += number;
+          word |= (number & 0xff) << (8 * j);
+        } else if constexpr (F == Format::kBfloat16) {
+          UVec bits = reinterpret_cast<UVec>(rows[i + j]);
+          bits = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+          word |= reinterpret_cast<IVec>(bits << (16 * j));
+        } else {
+          word = reinterpret_cast<IVec>(rows[i]);
+        }
+      }
+      memcpy(words + (k + i) / kGroup * kPanel, &word, sizeof word);
+    }
+  }
+  return sums;
+}
+
+// One scale per column, so that its largest weight is 127.
+Vec scales_of(const Columns& columns, int64_t size) {
+  Vec scales = splat(1.0f);
+  for (int lane = 0; lane < W; ++lane) {
+    float largest = 0;
+    for (int64_t k = 0; columns.rows[lane] != nullptr && k < size; ++k) {
+      largest = std::fmax(largest, std::fabs(columns.rows[lane][k]));
+    }
+    if (largest > 0) scales[lane] = largest / 127;
+  }
+  return scales;
+}
+
+// `first`: the first lane of this half of the panel.
+void pack_half(Matrix& m, int64_t panel, int first, const float* source, int64_t stride) {
+  Columns columns;
+  for (int lane = 0; lane < W; ++lane) {
+    const int64_t row = m.row_of(panel, first + lane);
+    columns.rows[lane] = row < 0 ? nullptr : source + row * stride;
+  }
+  uint32_t* words = static_cast<uint32_t*>(m.data) + panel * (m.padded_k / per_word(m.format)) * kPanel + first;
+  switch (m.format) {
+    case Format::kFloat32: pack_columns<Format::kFloat32>(columns, m.k, m.padded_k, words); break;
+    case Format::kBfloat16: pack_columns<Format::kBfloat16>(columns, m.k, m.padded_k, words); break;
+    case Format::kInt8: {
+      const Vec scales = scales_of(columns, m.k);
+      columns.inverse_scales = 1.0f / scales;
+      const IVec corrections = pack_columns<Format::kInt8>(columns, m.k, m.padded_k, words) * kActivationZero;
+      memcpy(m.scales + panel * kPanel + first, &scales, sizeof scales);
+      memcpy(m.corrections + panel * kPanel + first, &corrections, sizeof corrections);
+      break;
+    }
+  }
+}
+
+// read(k, place) for each k of one row; `place` is that of the number within the panel.
+template <int Group, typename Read>
+void for_each_place(const Matrix& m, int lane, const Read& read) {
+  for (int64_t k = 0; k < m.k; ++k) read(k, (k / Group * kPanel + lane) * Group + k % Group);
 }
 
 }  // namespace
 
-void* allocate(int64_t bytes) {
+void* allocate(int64_t bytes, bool zeroed) {
   constexpr int64_t kHuge = 2 << 20;
   int64_t alignment = bytes >= kHuge ? kHuge : 64;
   int64_t rounded = round_up(bytes > 0 ? bytes : 1, alignment);
@@ -60,7 +119,7 @@ void* allocate(int64_t bytes) {
 #if defined(__linux__) && defined(MADV_HUGEPAGE)
   if (alignment == kHuge) madvise(memory, rounded, MADV_HUGEPAGE);
 #endif
-  memset(memory, 0, rounded);
+  if (zeroed) memset(memory, 0, rounded);
   return memory;
 }
 
@@ -78,7 +137,7 @@ Matrix* pack(Pool& pool, Format format, bool gated, bool exact, const float* sou
   int64_t lanes = m->num_panels * kPanel;
   int64_t width = format == Format::kInt8 ? 1 : format == Format::kBfloat16 ? 2 : 4;
   m->bytes = lanes * m->padded_k * width;
-  m->data = allocate(m->bytes);
+  m->data = allocate(m->bytes, false);  // its padding is packed too
   if (bias != nullptr) m->bias = static_cast<float*>(allocate(lanes * 4));
   if (format == Format::kInt8) {
     m->scales = static_cast<float*>(allocate(lanes * 4));
@@ -86,11 +145,11 @@ Matrix* pack(Pool& pool, Format format, bool gated, bool exact, const float* sou
   }
   pool.run_ranges(m->num_panels, 1, [&](int64_t first, int64_t last, int) {
     for (int64_t panel = first; panel < last; ++panel) {
-      for (int lane = 0; lane < kPanel; ++lane) {
-        int64_t row = m->row_of(panel, lane);
-        if (row < 0) continue;
-        pack_row(*m, panel, lane, source + row * stride);
-        if (bias != nullptr) m->bias[panel * kPanel + lane] = bias[row];
+      pack_half(*m, panel, 0, source, stride);
+      pack_half(*m, panel, W, source, stride);
+      for (int lane = 0; bias != nullptr && lane < kPanel; ++lane) {
+        const int64_t row = m->row_of(panel, lane);
+        if (row >= 0) m->bias[panel * kPanel + lane] = bias[row];
       }
     }
   });

@@ -48,7 +48,7 @@ void release(Matrix* matrix);
 // Row `row` of the unpacked matrix, for embeddings that share the output head's weights.
 void unpack_row(const Matrix& matrix, int64_t row, float* out);
 
-// 64-byte aligned and zeroed; large ones ask for huge pages.
-void* allocate(int64_t bytes);
+// 64-byte aligned; large ones ask for huge pages. Zeroed unless the caller is going to write all of it.
+void* allocate(int64_t bytes, bool zeroed = true);
 
 }  // namespace antiphon

@@ -1,5 +1,7 @@
-// Activations in 8 bits, one scale per row; and the product of four of them with four weights, in every instruction
-// set. VNNI and AMX multiply unsigned by signed numbers, so there a row is stored with 128 added; elsewhere signed.
+// Activations in 15 bits and a scale per row, as two numbers of 8 bits each; and the product of four of them with four
+// weights, in every instruction set. One number would be too few: activations have outliers, and the others of their
+// row would be left with some bits. Reading the weights takes longer than multiplying by them twice, with few rows.
+// VNNI and AMX multiply unsigned by signed numbers, so there both are stored with 128 added; elsewhere signed.
 #pragma once
 
 #include "simd.h"
@@ -18,24 +20,25 @@ constexpr int32_t kActivationZero = 128;
 constexpr int32_t kActivationZero = 0;
 #endif
 
-// x [k] -> numbers [padded_k], value = scale * (number - zero); returns the scale. x is readable, as 0, up to a
-// multiple of W.
-ANTIPHON_INLINE float quantize_row(const float* x, int64_t k, int64_t padded_k, uint8_t* numbers) {
+constexpr int32_t kHighUnit = 128;  // a value is scale * (kHighUnit * high + low)
+
+// x [k] -> high and low [padded_k]; returns the scale. x is readable, as 0, up to a multiple of W.
+ANTIPHON_INLINE float quantize_row(const float* x, int64_t k, int64_t padded_k, uint8_t* high, uint8_t* low) {
   Vec largest = Vec{};
   for (int64_t i = 0; i < k; i += W) largest = vmax(largest, vabs(load(x + i)));
-  float scale = max_lane(largest) / 127;
+  float scale = max_lane(largest) / (127 * kHighUnit);
   if (!(scale > 0)) scale = 1;
-  float inverse = 1 / scale;
+  const float inverse = 1 / scale;
   typedef int8_t Bytes __attribute__((vector_size(W)));
-  int64_t whole = k / W * W;
-  for (int64_t i = 0; i < whole; i += W) {
-    IVec rounded = round_to_int(load(x + i) * inverse) + kActivationZero;
-    Bytes bytes = __builtin_convertvector(rounded, Bytes);
-    memcpy(numbers + i, &bytes, W);
-  }
-  for (int64_t i = whole; i < padded_k; ++i) {
-    int32_t number = i < k ? static_cast<int32_t>(std::lrintf(x[i] * inverse)) : 0;
-    numbers[i] = static_cast<uint8_t>(number + kActivationZero);
+  const int64_t vectors = round_up<int64_t>(k, W);
+  for (int64_t i = 0; i < padded_k; i += W) {
+    const IVec number = i < vectors ? round_to_int(load(x + i) * inverse) : IVec{};
+    const IVec upper = (number + kHighUnit / 2) >> 7;
+    const Bytes bytes[2] = {__builtin_convertvector(upper + kActivationZero, Bytes),
+                            __builtin_convertvector(number - upper * kHighUnit + kActivationZero, Bytes)};
+    const int64_t size = padded_k - i < W ? padded_k - i : W;
+    memcpy(high + i, &bytes[0], size);
+    memcpy(low + i, &bytes[1], size);
   }
   return scale;
 }

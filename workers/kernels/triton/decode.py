@@ -54,7 +54,7 @@ def _first_key(seq_len, WINDOW: tl.constexpr, MIN_SPLIT: tl.constexpr):
     return first
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_seqs"], do_not_specialize_on_alignment=["seq_lens"])
 def plan_splits_kernel(
     seq_lens,
     first_items,
@@ -85,7 +85,10 @@ def plan_splits_kernel(
         tl.store(first_items + num_seqs, before + own)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["num_seqs", "table_stride"],
+    do_not_specialize_on_alignment=["block_tables", "seq_lens", "first_items", "items"],
+)
 def decode_kernel(
     q,
     k_cache,
@@ -195,7 +198,7 @@ def decode_kernel(
             tl.store(partial_lse + entry * NUM_HEADS + head, lse, mask=is_row)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["first_items", "seq_lens"])
 def merge_kernel(
     out,
     partial_out,
@@ -309,9 +312,10 @@ def decode_attention(
     tile = decode_tile(
         device.capability, group=num_heads // num_kv_heads, head_dim=head_dim, item_bytes=q.element_size()
     )
+    assert MIN_SPLIT // 4 % tile.keys == 0, "a tile must not cross from one part or block into another"
     most = num_seqs * plan.max_splits * num_kv_heads
     num_programs = min(most, PROGRAMS_PER_MULTIPROCESSOR * device.num_multiprocessors)
-    block_d = next_power_of_2(head_dim)
+    block_d = max(16, next_power_of_2(head_dim))
     decode_kernel[(num_programs,)](
         q,
         k_cache,

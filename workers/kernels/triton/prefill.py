@@ -108,7 +108,10 @@ def _attend_keys(
     return highest, total, acc_MD
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["num_seqs", "table_stride"],
+    do_not_specialize_on_alignment=["block_tables", "cu_seqlens_q", "seq_lens"],
+)
 def prefill_kernel(
     q,
     k_cache,
@@ -251,7 +254,7 @@ def prefill_attention(
         HAS_SOFT_CAP=bool(soft_cap),
         BLOCK_M=rows,
         BLOCK_N=tile.keys,
-        BLOCK_D=next_power_of_2(head_dim),
+        BLOCK_D=max(16, next_power_of_2(head_dim)),
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,

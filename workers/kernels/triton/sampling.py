@@ -100,7 +100,7 @@ def _farthest_kept(
     return found
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["rows", "tokens"])
 def draw_kernel(
     logits,
     rows,

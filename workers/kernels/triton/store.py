@@ -12,7 +12,7 @@ from torch import Tensor
 from workers.kernels.triton.tuning import next_power_of_2
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slot_mapping"])
 def store_kv_kernel(
     k,
     v,

@@ -7,6 +7,7 @@ The figures come from compiling ahead of time for each architecture and reading 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 
@@ -34,6 +35,7 @@ class Device:
 INTERPRETER = Device(capability=0, num_multiprocessors=2)
 
 
+@cache
 def device_of(device: torch.device) -> Device:
     if device.type != "cuda":
         return INTERPRETER
@@ -64,7 +66,7 @@ def prefill_tile(capability: int, *, packed_rows: int, head_dim: int, item_bytes
     64 rows or more reach the warp-group matrix instructions of sm_90 and sm_100.
     """
     if item_bytes == 4:
-        return Tile(16 if packed_rows <= 16 else 32, 16 if head_dim > 128 else 32, num_warps=4, num_stages=1)
+        return Tile(16 if packed_rows <= 16 else 32, 16 if head_dim > 64 else 32, num_warps=4, num_stages=1)
     is_large = capability in (90, 100)
     if packed_rows <= 16:
         return Tile(16, 64 if head_dim <= 128 else 32, num_warps=4, num_stages=3)

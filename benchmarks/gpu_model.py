@@ -1,0 +1,251 @@
+"""The GPU check's whole models: random weights of real shapes, single decode steps, then a whole engine."""
+
+from __future__ import annotations
+
+import json
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from benchmarks.gpu_scene import DEVICE, Ceilings
+from cluster.local import LocalEngine
+from configs import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, WorkerConfig
+from configs.model_spec import ModelSpec
+from scheduler.output import AdmittedSequence, StepPlan, int32
+from scheduler.sampling_params import SamplingParams
+from workers.model_runner import ModelRunner
+from workers.parallel import SingleProcessGroup
+from workers.worker import Worker
+
+Row = tuple[object, ...]
+Steps = tuple[list[list[int]], list[tuple[torch.cuda.Event, torch.cuda.Event]], float]
+"""Tokens of each step, events around each decode step, seconds."""
+
+_COMMON = {"rms_norm_eps": 1e-6, "torch_dtype": "bfloat16", "hidden_act": "silu", "bos_token_id": 1, "eos_token_id": 2}
+SHAPES: dict[str, dict[str, object]] = {
+    "Qwen3-0.6B": _COMMON
+    | {
+        "architectures": ["Qwen3ForCausalLM"],
+        "vocab_size": 151936,
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 40960,
+        "rope_theta": 1e6,
+        "tie_word_embeddings": True,
+    },
+    "Llama-3.1-8B": _COMMON
+    | {
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": 128256,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131072,
+        "rope_theta": 5e5,
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+        "tie_word_embeddings": False,
+    },
+}
+GREEDY = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=None)
+
+
+def make_spec(name: str, **changes: object) -> ModelSpec:
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(SHAPES[name] | changes))
+        return ModelSpec.from_directory(Path(folder))
+
+
+def make_config(
+    *, max_num_seqs: int, num_blocks: int | None = None, block_size: int = 64, graphs: bool = True, **scheduler: object
+) -> EngineConfig:
+    return EngineConfig(
+        model=ModelConfig(path="random", load_format="random", dtype="bfloat16", max_model_len=4096),
+        cache=CacheConfig(block_size=block_size, num_blocks=num_blocks),
+        scheduler=SchedulerConfig(max_num_seqs=max_num_seqs, **scheduler),  # type: ignore[arg-type]
+        worker=WorkerConfig(device="cuda", attention_backend="triton", cuda_graphs=graphs),
+    )
+
+
+def start_worker(spec: ModelSpec, config: EngineConfig) -> Worker:
+    worker = Worker(config, spec, SingleProcessGroup(DEVICE))
+    worker.load_model()
+    worker.allocate_cache(worker.measure_num_blocks())
+    return worker
+
+
+def fill_cache(runner: ModelRunner) -> None:
+    for cache in (*runner.kv.k, *runner.kv.v):
+        cache.normal_()
+
+
+def admit(
+    num_seqs: int, length: int, block_size: int, room: int, epoch: int, params: SamplingParams = GREEDY
+) -> StepPlan:
+    """The first step: every sequence computes the last token of `length`, the others being cached."""
+    per_seq = -(-(length + room) // block_size)
+    return StepPlan(
+        engine_epoch=epoch,
+        step=0,
+        admitted=tuple(
+            AdmittedSequence(
+                slot=i,
+                seq_id=i,
+                seed=i,
+                num_prompt_tokens=length,
+                num_cached_tokens=length - 1,
+                token_ids=np.random.default_rng(i).integers(3, 1000, length).astype(np.int32),
+                block_table=np.arange(i * per_seq, (i + 1) * per_seq, dtype=np.int32),
+                sampling_params=params,
+            )
+            for i in range(num_seqs)
+        ),
+        prefill_slots=np.arange(num_seqs, dtype=np.int32),
+        prefill_starts=np.full(num_seqs, length - 1, dtype=np.int32),
+        prefill_num_tokens=np.ones(num_seqs, dtype=np.int32),
+    )
+
+
+def decode_plan(step: int, num_seqs: int, epoch: int) -> StepPlan:
+    return StepPlan(
+        engine_epoch=epoch,
+        step=step,
+        decode_slots=np.arange(num_seqs, dtype=np.int32),
+        decode_tokens=int32([-1] * num_seqs),
+    )
+
+
+def run_steps(runner: ModelRunner, num_seqs: int, length: int, num_steps: int, epoch: int) -> Steps:
+    """One step ahead, as an engine does."""
+    block_size = runner.kv.block_size
+    tokens, events = [], []
+    pending = [runner.launch(admit(num_seqs, length, block_size, num_steps + 1, epoch))]
+    tokens.append(runner.collect(pending.pop()).tokens.tolist())
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    for step in range(1, num_steps + 1):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        pending.append(runner.launch(decode_plan(step, num_seqs, epoch)))
+        end.record()
+        events.append((start, end))
+        if len(pending) == 2:
+            tokens.append(runner.collect(pending.pop(0)).tokens.tolist())
+    tokens.append(runner.collect(pending.pop()).tokens.tolist())
+    return tokens, events, time.perf_counter() - started
+
+
+def check_graphs() -> Iterator[Row]:
+    """The same greedy tokens with captured graphs, without them, and in step: a small model, odd numbers of rows."""
+    spec = make_spec("Qwen3-0.6B", num_hidden_layers=4)
+    graphed = start_worker(spec, make_config(max_num_seqs=13, num_blocks=200)).runner
+    eager = start_worker(spec, make_config(max_num_seqs=13, num_blocks=200, graphs=False)).runner
+    for epoch, num_seqs in enumerate((1, 2, 4, 8, 13, 3, 11)):
+        found, expected = (run_steps(runner, num_seqs, 100, 20, epoch)[0] for runner in (graphed, eager))
+        same = sum(a == b for x, y in zip(found, expected, strict=True) for a, b in zip(x, y, strict=True))
+        share = same / (num_seqs * 21)
+        # A padded step's matrix products may sum in another order: ties of random weights then fall differently.
+        exact = num_seqs in (1, 2, 4, 8, 13)
+        yield f"{num_seqs} rows, 20 steps", f"{share:.1%} equal", "ok" if share == 1.0 or not exact else "WRONG"
+
+
+def check_waiting() -> Iterator[Row]:
+    """Torch itself raises where launching a step would wait for the device: prompts and decoding, greedy and drawn."""
+    spec = make_spec("Qwen3-0.6B", num_hidden_layers=2)
+    drawn = SamplingParams(temperature=0.8, top_k=50, top_p=0.9, min_p=0.01, max_tokens=None, ignore_eos=True)
+    for graphs in (True, False):
+        runner = start_worker(spec, make_config(max_num_seqs=4, num_blocks=40, graphs=graphs)).runner
+        for epoch, params in enumerate((GREEDY, drawn)):
+            for warm in (True, False):  # compiling may wait
+                first = admit(3, 100, runner.kv.block_size, 8, 2 * epoch + (not warm), params)
+                plans = [first, *(decode_plan(step, 3, first.engine_epoch) for step in (1, 2))]
+                verdict = _launched_without_waiting(runner, plans, strict=not warm)
+            kind = "greedy" if params is GREEDY else "drawn"
+            yield f"{kind}, {'graphs' if graphs else 'eager'}", verdict, "ok" if verdict == "never" else "WRONG"
+
+
+def _launched_without_waiting(runner: ModelRunner, plans: Sequence[StepPlan], *, strict: bool) -> str:
+    pending = []
+    torch.cuda.set_sync_debug_mode("error" if strict else "default")
+    try:
+        for plan in plans:
+            pending.append(runner.launch(plan))
+    except RuntimeError as error:
+        return f"step {len(pending)}: {str(error).splitlines()[0]}"
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for step in pending:
+        runner.collect(step)
+    return "never"
+
+
+def time_steps(name: str, ceilings: Ceilings, batches: Sequence[int] = (1, 64)) -> Iterator[Row]:
+    """A decode step at 1024 cached tokens: against reading all weights and keys once at the speed of a copy."""
+    length, num_steps = 1024, 60
+    spec = make_spec(name)
+    for graphs in (True, False):
+        config = make_config(max_num_seqs=max(batches), num_blocks=max(batches) * 18, graphs=graphs)
+        worker = start_worker(spec, config)
+        fill_cache(worker.runner)
+        for epoch, num_seqs in enumerate(batches):
+            _, events, seconds = run_steps(worker.runner, num_seqs, length, num_steps, epoch)
+            busy = statistics.median(start.elapsed_time(end) for start, end in events[10:]) / 1e3
+            pairs = list(pairwise(events[10:]))
+            idle = sum(max(0.0, before[1].elapsed_time(after[0])) for before, after in pairs) / 1e3
+            weights = spec.weight_bytes("bfloat16")
+            if not spec.tie_word_embeddings:
+                weights -= (
+                    spec.vocab_size * spec.hidden_size * 2
+                )  # rows of the embedding are looked up, not read through
+            floor = (weights + num_seqs * length * spec.kv_bytes_per_token("bfloat16")) / ceilings.copy_bytes_per_s
+            what = f"{name}, batch {num_seqs}, {'graph' if graphs else 'eager'}"
+            yield (
+                what,
+                seconds / num_steps * 1e3,
+                busy * 1e3,
+                floor * 1e3,
+                busy / floor,
+                idle / (idle + busy * len(pairs)),
+            )
+        worker.close()
+        del worker
+        torch.cuda.empty_cache()
+
+
+def time_engine(num_seqs: int = 256) -> Iterator[Row]:
+    """256 requests of 100 to 1024 tokens in and out, Qwen3-0.6B's shape, through scheduler and runner."""
+    spec = make_spec("Qwen3-0.6B")
+    rng = random.Random(0)
+    prompts = [[rng.randrange(3, 10_000) for _ in range(rng.randint(100, 1024))] for _ in range(num_seqs)]
+    params = [
+        SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=rng.randint(100, 1024), seed=i)
+        for i in range(num_seqs)
+    ]
+    config = make_config(max_num_seqs=num_seqs, max_num_batched_tokens=16384, max_prefill_chunk=4096)
+    with LocalEngine(config, spec) as engine:
+        engine.generate(prompts[:8], SamplingParams(temperature=0.6, max_tokens=16, ignore_eos=True))
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        completions = engine.generate(prompts, params)
+        seconds = time.perf_counter() - started
+        num_out = sum(len(completion.token_ids) for completion in completions)
+        num_in = sum(map(len, prompts))
+        yield f"{num_seqs} requests", num_in, num_out, seconds, num_out / seconds

@@ -1,0 +1,123 @@
+"""Paged sequences on a GPU, and how long device work takes: what `benchmarks.gpu_check` is made of."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from workers.attention import AttentionBackend, AttentionMetadata
+from workers.attention.reference import ReferenceBackend
+
+DEVICE = torch.device("cuda", 0)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Scene:
+    """The queries of one step and the cache they read."""
+
+    q: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    meta: AttentionMetadata
+
+    def attend(self, backend: AttentionBackend, *, window: int | None = None, soft_cap: float | None = None) -> Tensor:
+        scale = self.q.shape[2] ** -0.5
+        return backend.attend(
+            self.q, self.k_cache, self.v_cache, self.meta, scale=scale, window=window, soft_cap=soft_cap
+        )
+
+    def error(self, backend: AttentionBackend, **options: float | None) -> float:
+        """Against PyTorch in float32 on the same numbers; NaN where a place was read that nobody wrote."""
+        exact = Scene(self.q.float(), self.k_cache.float(), self.v_cache.float(), self.meta)
+        expected = exact.attend(ReferenceBackend(), **options)  # type: ignore[arg-type]
+        found = self.attend(backend, **options).float()  # type: ignore[arg-type]
+        return float((found - expected).norm() / expected.norm())
+
+
+def make_scene(
+    query_lens: Sequence[int],
+    seq_lens: Sequence[int],
+    *,
+    num_decodes: int,
+    block_size: int,
+    heads: tuple[int, int],
+    head_dim: int,
+    dtype: torch.dtype = torch.bfloat16,
+    poison: bool = True,
+) -> Scene:
+    """Blocks lie scattered; with `poison`, whatever no sequence wrote is NaN."""
+    num_heads, num_kv_heads = heads
+    counts = [math.ceil(n / block_size) for n in seq_lens]
+    num_blocks = sum(counts) + 1
+    order = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(0)).tolist()
+    tables, first = [], 0
+    for count in counts:
+        tables.append(order[first : first + count])
+        first += count
+    shape = (num_blocks + 1, block_size, num_kv_heads, head_dim)
+    k_cache, v_cache = (torch.randn(shape, device=DEVICE, dtype=dtype) for _ in range(2))
+    if poison:
+        for table, length in zip(tables, seq_lens, strict=True):
+            if length % block_size:
+                k_cache[table[-1], length % block_size :] = torch.nan
+                v_cache[table[-1], length % block_size :] = torch.nan
+        for block in order[first:]:
+            k_cache[block] = v_cache[block] = torch.nan
+    meta = AttentionMetadata.from_lists(
+        query_lens, seq_lens, tables, block_size=block_size, num_decodes=num_decodes, device=DEVICE
+    )
+    q = torch.randn(sum(query_lens), num_heads, head_dim, device=DEVICE, dtype=dtype)
+    return Scene(q, k_cache, v_cache, meta)
+
+
+def seconds_of(run: Callable[[], object], *, repeats: int = 10, rounds: int = 5) -> float:
+    """Median device time of one `run`, without the host's share: a graph of `repeats` of them is replayed."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            run()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(repeats):
+            run()
+    graph.replay()
+    return timed(graph.replay, rounds=rounds) / repeats
+
+
+def timed(run: Callable[[], object], *, rounds: int = 5) -> float:
+    """Median device time of `run`, launches included."""
+    found: list[float] = []
+    for _ in range(rounds):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        run()
+        end.record()
+        end.synchronize()
+        found.append(float(start.elapsed_time(end)) / 1e3)
+    return statistics.median(found)
+
+
+@dataclass(frozen=True, slots=True)
+class Ceilings:
+    """What this card does at most, measured."""
+
+    copy_bytes_per_s: float  # read plus written
+    bf16_flops: float
+
+
+def measure_ceilings() -> Ceilings:
+    source = torch.randint(0, 100, (2 << 30,), dtype=torch.uint8, device=DEVICE)
+    target = torch.empty_like(source)
+    target.copy_(source)
+    copy = timed(lambda: target.copy_(source), rounds=10)
+    a, b = (torch.randn(8192, 8192, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
+    torch.mm(a, b)
+    product = timed(lambda: torch.mm(a, b), rounds=10)
+    return Ceilings(copy_bytes_per_s=2 * (2 << 30) / copy, bf16_flops=2 * 8192**3 / product)

@@ -1,0 +1,115 @@
+"""Which matrices stay quantised in memory, decided once at start, and what it costs to dequantise the others.
+
+A kernel is taken if the checkpoint's variant and the model's dtype allow it and a small product on this very device
+is what plain PyTorch makes of it.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+from torch import nn
+
+from configs.model_spec import ModelSpec
+from configs.quantization import QuantizationSpec
+from workers.layers.linear import ParallelLinear
+from workers.layers.parameter import Piece, sharded
+from workers.parallel import ParallelGroup
+from workers.quantization.fp8_matrix import Fp8Matrix
+from workers.quantization.int4_matrix import Int4Matrix
+from workers.quantization.kept import KeptPlace, QuantizedMatrix
+from workers.quantization.slices import Fp8Slice, Int4Slice
+
+log = logging.getLogger(__name__)
+
+Kernel = type[QuantizedMatrix]
+
+PROBE_ROWS, PROBE_COLUMNS, PROBE_TOKENS = 64, 256, 3
+PROBE_TOLERANCE = 0.02
+"""Largest error of a probe, against the largest result: bfloat16 rounds to 0.004 of it."""
+
+
+def choose_kernel(spec: ModelSpec, group: ParallelGroup, dtype: torch.dtype, device: torch.device) -> Kernel | None:
+    """None: the weights are not quantised, or are dequantised at load; the log says why and with how many bytes."""
+    quantization = spec.quantization
+    if quantization is None:
+        return None
+    name = str(dtype).removeprefix("torch.")
+    kernel: Kernel = Fp8Matrix if quantization.bits == 8 else Int4Matrix
+    reason = quantization.kernel_refusal(name) or kernel_unavailable(quantization, kernel, device)
+    sizes = [spec.rank_weight_bytes(group.rank, group.size, name, kept=kept) / 1e6 for kept in (True, False)]
+    if reason is None:
+        log.info("weights: %s, kept as they are: %.1f MB instead of %.1f MB", quantization.describe(), *sizes)
+        return kernel
+    log.info("weights: %s, dequantised to %s at load: %.1f MB (%s)", quantization.describe(), name, sizes[1], reason)
+    return None
+
+
+def kernel_unavailable(spec: QuantizationSpec, kernel: Kernel, device: torch.device) -> str | None:
+    """Why `device` has no such kernel; None: it has, and a small product was right."""
+    if device.type != "cuda":
+        return f"no kernel for them on {device.type}"
+    needed = (8, 9) if kernel is Fp8Matrix else (8, 0)
+    if torch.cuda.get_device_capability(device) < needed:
+        return f"{torch.cuda.get_device_name(device)} is older than sm_{needed[0]}{needed[1]}"
+    try:
+        error = probe(spec, kernel, device)
+    except (RuntimeError, NotImplementedError, AttributeError) as refusal:
+        return f"its kernel failed on this device: {refusal}"
+    return None if error < PROBE_TOLERANCE else f"its kernel is wrong on this device by {error:.3f}"
+
+
+@torch.inference_mode()
+def probe(spec: QuantizationSpec, kernel: Kernel, device: torch.device) -> float:
+    """The error of a small product, against the largest result."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(PROBE_TOKENS, PROBE_COLUMNS, generator=generator).to(torch.bfloat16)
+    weight = random_slice(spec, PROBE_ROWS, PROBE_COLUMNS)
+    place = KeptPlace(PROBE_ROWS, PROBE_COLUMNS, (), device)
+    matrix = kernel(spec, place)
+    matrix.load([weight])
+    actual, expected = matrix(x.to(device), None).float().cpu(), kernel.reference(x, weight)
+    return float((actual - expected).abs().max() / expected.abs().max())
+
+
+def random_slice(spec: QuantizationSpec, num_rows: int, num_columns: int, seed: int = 0) -> Fp8Slice | Int4Slice:
+    """A matrix to try a kernel with."""
+    generator = torch.Generator().manual_seed(seed)
+    group = num_columns if spec.bits == 8 else spec.kernel_group(num_columns) or num_columns
+    num_groups = num_columns // group
+    scales = torch.rand(num_rows, num_groups, generator=generator) + 0.5
+    groups = torch.arange(num_columns) // group
+    if spec.bits == 8:
+        values = torch.randn(num_rows, num_columns, generator=generator).to(torch.float8_e4m3fn)
+        return Fp8Slice(values, scales, groups)
+    numbers = torch.randint(0, 16, (num_rows, num_columns), generator=generator, dtype=torch.uint8)
+    zeros = torch.randint(0, 16, (num_rows, num_groups), generator=generator).float()
+    return Int4Slice(numbers, scales, zeros, groups)
+
+
+def place_matrices(
+    model: nn.Module, spec: QuantizationSpec, kernel: Kernel, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Give every linear layer that was built without memory a kept matrix, or a weight to dequantise into."""
+    num_dequantized = 0
+    for name, linear in model.named_modules():
+        if not isinstance(linear, ParallelLinear):
+            continue
+        assert linear.weight is not None
+        pieces, shape = linear.weight.pieces, linear.weight.shape
+        sources = tuple((piece.tensor_name(f"{name}.weight").removesuffix(".weight"), piece) for piece in pieces)
+        if _stays(spec, sources, shape[0]):
+            linear.register_parameter("weight", None)
+            linear.kept = kernel(spec, KeptPlace(shape[0], shape[1], sources, device))
+        else:
+            linear.weight = sharded(torch.empty(shape, dtype=dtype, device=device), pieces)
+            num_dequantized += any(spec.is_quantized(module) for module, _ in sources)
+    if num_dequantized:
+        log.info("weights: %d matrices are dequantised all the same: their cut splits groups or tiles", num_dequantized)
+
+
+def _stays(spec: QuantizationSpec, sources: tuple[tuple[str, Piece], ...], num_rows: int) -> bool:
+    columns = sources[0][1].columns
+    assert columns is not None
+    return all(spec.is_quantized(module) for module, _ in sources) and spec.can_keep(num_rows, columns)
