@@ -153,18 +153,18 @@ def quickest_in_turn(steps: dict[str, Callable[[], object]], seconds: float, clo
     return best
 
 
-def calibrate(kernels: CpuKernels, num_threads: int) -> tuple[float, float]:
+def calibrate(kernels: CpuKernels, num_threads: int, clock: Clock) -> tuple[float, float]:
     """(GFLOP/s in fp32, GB/s read from memory), the best of some tries."""
     pool = Pool(kernels, num_threads)
     memory = torch.ones(64 << 20)
     flops = bandwidth = 0.0
     for _ in range(10):
-        started = time.perf_counter()
+        started = clock()
         count = kernels.multiply_add(pool.handle, 1 << 21)
-        middle = time.perf_counter()
+        middle = clock()
         kernels.read(pool.handle, memory.data_ptr(), memory.numel())
         flops = max(flops, count / (middle - started) / 1e9)
-        bandwidth = max(bandwidth, memory.nbytes / (time.perf_counter() - middle) / 1e9)
+        bandwidth = max(bandwidth, memory.nbytes / (clock() - middle) / 1e9)
     return flops, bandwidth
 
 
@@ -181,7 +181,7 @@ def main() -> None:
     torch.set_grad_enabled(False)
     clock = time.process_time if options.cpu_time else time.perf_counter
     kernels, spec = load_kernels(options.kernels), smollm2_spec()
-    before = calibrate(kernels, options.num_threads)
+    before = calibrate(kernels, options.num_threads, clock)
     ways: dict[str, tuple[CausalLM | CpuDecoder, KVCache]] = {}
     weight_bytes: dict[str, float] = {}
     for name, (weight_format, kv_dtype) in FORMATS.items():
@@ -205,7 +205,7 @@ def main() -> None:
         rows.append((case.name, *cells))
         if case is CASES[0]:
             single = found
-    after = calibrate(kernels, options.num_threads)
+    after = calibrate(kernels, options.num_threads, clock)
 
     print(heading(("torch",)))
     print(
