@@ -12,6 +12,7 @@ volatile float sink;
 __attribute__((noinline)) float multiply_add(int64_t rounds, float start) {
   constexpr int kChains = 10;  // latency times throughput
   Vec sums[kChains];
+#pragma GCC unroll 10
   for (int i = 0; i < kChains; ++i) sums[i] = splat(start + static_cast<float>(i));
   const Vec factor = splat(0.999f), term = splat(0.001f);
   for (int64_t round = 0; round < rounds; ++round) {
@@ -24,6 +25,7 @@ __attribute__((noinline)) float multiply_add(int64_t rounds, float start) {
     }
   }
   Vec total = Vec{};
+#pragma GCC unroll 10
   for (int i = 0; i < kChains; ++i) total += sums[i];
   return sum_lanes(total);
 }
