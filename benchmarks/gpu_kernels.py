@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.gpu_scene import DEVICE, Ceilings, make_scene, seconds_of
-from workers.attention import choose_backend
+from workers.attention import AttentionNeeds, choose_backend
 from workers.attention.triton_paged import TritonPagedBackend
 from workers.layers.ops import LayerOps, TritonOps
 from workers.sampler import DrawnRows, draw_with_torch, draw_with_triton
@@ -52,7 +52,7 @@ def check_backends() -> Iterator[Row]:
     for block_size in (64, 256):
         for name in ("fa3", "fa4", "flash_attn", "triton"):
             try:
-                choose_backend(name, device=DEVICE, dtype=BF16, head_dim=128, block_size=block_size)
+                choose_backend(name, AttentionNeeds(device=DEVICE, dtype=BF16, head_dim=128, block_size=block_size))
                 yield name, block_size, "available"
             except ValueError as error:
                 yield name, block_size, str(error).partition("here: ")[2]

@@ -17,6 +17,7 @@ import torch
 from benchmarks.gpu_scene import DEVICE, Ceilings
 from cluster.local import LocalEngine
 from configs import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, WorkerConfig
+from configs.matrices import weight_bytes
 from configs.model_spec import ModelSpec
 from scheduler.output import AdmittedSequence, StepPlan, int32
 from scheduler.sampling_params import SamplingParams
@@ -210,7 +211,7 @@ def time_steps(name: str, ceilings: Ceilings, batches: Sequence[int] = (1, 64)) 
             busy = statistics.median(start.elapsed_time(end) for start, end in events[10:]) / 1e3
             pairs = list(pairwise(events[10:]))
             idle = sum(max(0.0, before[1].elapsed_time(after[0])) for before, after in pairs) / 1e3
-            weights = spec.weight_bytes("bfloat16")
+            weights = weight_bytes(spec, "bfloat16")
             if not spec.tie_word_embeddings:
                 weights -= (
                     spec.vocab_size * spec.hidden_size * 2

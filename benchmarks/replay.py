@@ -92,11 +92,11 @@ class Replica:
         self._num_known, self._num_computed, self._own_token, self._is_first_run = np.zeros((4, num_slots), np.int64)
         self._pending_schedule_s = 0.0
 
-    def arrive(self, traced: TracedRequest, now: float, own_token: int) -> None:
+    def arrive(self, traced: TracedRequest, own_token: int) -> None:
         params = SamplingParams(max_tokens=traced.num_completion_tokens, ignore_eos=True, seed=own_token)
         request = Request(request_id=len(self.requests), token_ids=traced.token_ids(), sampling_params=params)
         started = time.thread_time()
-        self.scheduler.add(request, now)
+        self.scheduler.add(request)
         self.measures.add_request.append(time.thread_time() - started)
         self.requests.append(Progress(traced))
         self.num_owed_tokens += traced.num_prompt_tokens + traced.num_completion_tokens
@@ -104,7 +104,7 @@ class Replica:
     def send_steps(self, now: float) -> None:
         while self.scheduler.num_steps_in_flight < self.scheduler.max_steps_in_flight:
             started = time.thread_time()
-            plan = self.scheduler.schedule(now)
+            plan = self.scheduler.schedule()
             self._pending_schedule_s += time.thread_time() - started
             if plan is None:
                 return
@@ -113,7 +113,7 @@ class Replica:
     def take_result(self) -> None:
         now, result = self.results.pop(0)
         started = time.thread_time()
-        outputs = self.scheduler.postprocess(result, now)
+        outputs = self.scheduler.postprocess(result)
         self.measures.scheduler_step.append(time.thread_time() - started + self._pending_schedule_s)
         self._pending_schedule_s = 0.0
         for output in outputs:
@@ -201,7 +201,7 @@ def replay(requests: list[TracedRequest], replicas: list[Replica], router: Route
         if num_arrived < len(requests) and (not events or requests[num_arrived].arrival_s <= events[0][0]):
             now = requests[num_arrived].arrival_s
             replica = router.choose(requests[num_arrived])
-            replica.arrive(requests[num_arrived], now, own_token=num_arrived)
+            replica.arrive(requests[num_arrived], own_token=num_arrived)
             num_arrived += 1
         else:
             now, number = heapq.heappop(events)

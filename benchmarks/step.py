@@ -87,11 +87,11 @@ def build_scheduler(case: Case, num_steps: int) -> Scheduler:
     params = SamplingParams(max_tokens=case.context // 2, ignore_eos=True)
     for i in range(case.num_seqs):
         length = case.context - i % case.block_size
-        scheduler.add(Request(request_id=i, token_ids=[i, *tail[: length - 1]], sampling_params=params), 0.0)
+        scheduler.add(Request(request_id=i, token_ids=[i, *tail[: length - 1]], sampling_params=params))
     while scheduler.num_waiting:
         run_step(scheduler)
     for i in range(case.num_waiting):
-        scheduler.add(Request(request_id=-1 - i, token_ids=[VOCAB_SIZE - 1, *tail], sampling_params=params), 0.0)
+        scheduler.add(Request(request_id=-1 - i, token_ids=[VOCAB_SIZE - 1, *tail], sampling_params=params))
     assert scheduler.num_running == case.num_seqs
     return scheduler
 
@@ -102,19 +102,19 @@ def answer(plan: StepPlan, sampling: np.ndarray) -> StepResult:
 
 def run_step(scheduler: Scheduler) -> None:
     """A step of whole prompts, answered at once."""
-    plan = scheduler.schedule(0.0)
+    plan = scheduler.schedule()
     assert plan is not None
-    scheduler.postprocess(answer(plan, np.concatenate([plan.prefill_slots, plan.decode_slots])), 0.0)
+    scheduler.postprocess(answer(plan, np.concatenate([plan.prefill_slots, plan.decode_slots])))
 
 
 def measure(case: Case, num_steps: int) -> StepCost:
     scheduler = build_scheduler(case, num_steps)
     gc.collect()
-    pending = scheduler.schedule(0.0)
+    pending = scheduler.schedule()
     samples: list[tuple[float, ...]] = []
     for _ in range(num_steps):
         t0 = time.thread_time()
-        plan = scheduler.schedule(0.0)
+        plan = scheduler.schedule()
         t1 = time.thread_time()
         assert plan is not None
         assert pending is not None
@@ -125,7 +125,7 @@ def measure(case: Case, num_steps: int) -> StepCost:
         result_frame = encode_result(answer(pending, pending.decode_slots))
         result = decode_result(result_frame)
         t3 = time.thread_time()
-        scheduler.postprocess(result, 0.0)
+        scheduler.postprocess(result)
         t4 = time.thread_time()
         samples.append((len(frame), t2 - t1, t3 - t2, t1 - t0, t4 - t3))
         pending = plan

@@ -22,6 +22,7 @@ from cluster.protocol import Status
 from cluster.reporting import reporting
 from cluster.transport import Address, Listener
 from configs.build import config_from_dict
+from configs.model_spec import ModelSpec
 
 if TYPE_CHECKING:
     from cluster.engine import EngineLoop
@@ -51,6 +52,18 @@ class RankPlace:
         return f"rank {self.rank} on {self.address}, pid {os.getpid()}"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineFacts:
+    """What a scheduler has to know of a model."""
+
+    name: str
+    fingerprint: str
+    num_blocks: int
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+
+
 class WorkerActor:
     """One rank. Its methods are called once each, in the order they are written; `run` returns only at the end."""
 
@@ -61,6 +74,7 @@ class WorkerActor:
         for name, value in (DEFAULT_RANK_ENV | self.config.worker.env).items():
             os.environ.setdefault(name, value)
         os.environ["OMP_NUM_THREADS"] = str(place.num_threads)
+        self.spec: ModelSpec | None = None
         self.store: Any = None
         self.group: Any = None
         self.worker: Any = None
@@ -90,8 +104,6 @@ class WorkerActor:
     def prepare_model(self, prepared: str | None, timeout: float) -> str:
         """Find or make the model on this node (`prepared`: it is there); the fingerprint of its files."""
         directory = Path(prepared) if prepared else run_preparation(self.config.model, timeout=timeout)
-        from configs.model_spec import ModelSpec
-
         self.spec = ModelSpec.from_directory(directory)
         return model_fingerprint(directory)
 
@@ -119,6 +131,7 @@ class WorkerActor:
         """Build the model and read this rank's weights; the seconds it took."""
         from workers.worker import Worker
 
+        assert self.spec is not None, "prepare_model comes first"
         started = time.monotonic()
         self.worker = Worker(self.config, self.spec, self.group, num_threads=self.place.num_threads)
         self.worker.load_model()
@@ -230,18 +243,6 @@ class SchedulerActor:
     def _running(self) -> EngineLoop:
         assert self.loop is not None, "start comes first"
         return self.loop
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineFacts:
-    """What a scheduler has to know of a model."""
-
-    name: str
-    fingerprint: str
-    num_blocks: int
-    max_model_len: int
-    vocab_size: int
-    eos_token_ids: tuple[int, ...]
 
 
 class IngressActor:

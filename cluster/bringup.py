@@ -6,11 +6,9 @@ Owns the order: connect, model, preflight, placement, actors, rendezvous, load, 
 
 from __future__ import annotations
 
-import os
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cluster.actors import EngineFacts, IngressActor, RankPlace, SchedulerActor, WorkerActor
@@ -301,9 +299,3 @@ class BringUp:
 def _host(nodes: Sequence[NodeResources]) -> str:
     """Where our processes listen for each other: nowhere else than on this machine, if that is all there is."""
     return "127.0.0.1" if len(nodes) == 1 else ""
-
-
-def python_path(root: Path) -> str:
-    """Makes an actor import the same copy as this process."""
-    inherited = os.environ.get("PYTHONPATH")
-    return os.pathsep.join([str(root), inherited] if inherited else [str(root)])

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from rich import box
 from rich.console import Console, Group
 from rich.live import Live
 from rich.panel import Panel
@@ -36,6 +37,7 @@ QUESTIONS = (
 TIMEOUT_S = 120.0
 POLL_S = 0.1
 LINE_WIDTH = 96
+PANEL_WIDTH = 100  # at most: longer lines are hard to read
 
 
 @dataclass(slots=True)
@@ -49,6 +51,7 @@ class Stream:
     last_token_s: float = 0.0
     num_tokens: int = 0
     error: str | None = None
+    is_cut: bool = False  # at the longest answer asked for
     is_done: bool = False
     shown: int = field(default=0, repr=False)  # characters already printed, where lines cannot be redrawn
 
@@ -146,6 +149,7 @@ def _take_event(stream: Stream, event: dict[str, object], now: float) -> None:
         stream.num_tokens = int(usage["completion_tokens"])
     choices = event.get("choices")
     if isinstance(choices, list) and choices:
+        stream.is_cut = stream.is_cut or choices[0].get("finish_reason") == "length"
         text = choices[0].get("delta", {}).get("content") or ""
         if text:
             stream.answer += text
@@ -162,16 +166,37 @@ def _next_change(changed: queue.SimpleQueue[Stream]) -> Stream | None:
 
 
 def _show_live(console: Console, streams: Sequence[Stream], changed: queue.SimpleQueue[Stream]) -> Iterator[None]:
-    """Panels that fill, on a terminal."""
-
-    def panels() -> Group:
-        return Group(*(Panel(Text(stream.answer), title=stream.question, title_align="left") for stream in streams))
-
-    with Live(panels(), console=console, refresh_per_second=10, vertical_overflow="visible") as live:
+    """Panels that fill, on a terminal: their last lines while they grow, and all of them at the end."""
+    with Live(console=console, refresh_per_second=10, transient=True, vertical_overflow="crop") as live:
         while not all(stream.is_done for stream in streams):
             if _next_change(changed):
-                live.update(panels())
+                live.update(_panels(console, streams, console.height - 1))
             yield
+    console.print(_panels(console, streams, None))
+
+
+def _panels(console: Console, streams: Sequence[Stream], height: int | None) -> Group:
+    """One panel per question. What does not fit into `height` is missing at the top of the longest answers."""
+    width = min(console.width, PANEL_WIDTH)
+    texts = [Text(stream.answer.strip()) for stream in streams]
+    for stream, text in zip(streams, texts, strict=True):
+        if stream.is_cut:
+            text.append(" ...", style="dim")
+    lines = [text.wrap(console, width - 4) for text in texts]  # a panel's border and padding take 4 columns, 2 rows
+    while height is not None and sum(map(len, lines)) > max(height - 2 * len(lines), len(lines)):
+        max(lines, key=len).pop(0)
+    return Group(
+        *(
+            Panel(
+                Text("\n").join(shown),
+                title=Text(f"[{stream.number}] {stream.question}", style="bold"),
+                title_align="left",
+                border_style="green" if stream.is_done else "dim",
+                width=width,
+            )
+            for stream, shown in zip(streams, lines, strict=True)
+        )
+    )
 
 
 def _show_lines(console: Console, streams: Sequence[Stream], changed: queue.SimpleQueue[Stream]) -> Iterator[None]:
@@ -199,18 +224,21 @@ def _print_whole_lines(console: Console, stream: Stream) -> None:
         else:
             return
         if line.strip():
-            console.print(f"[{stream.number}] {line.strip()}", markup=False, highlight=False, soft_wrap=True)
+            cut = " ..." if stream.is_cut and stream.is_done and stream.shown == len(stream.answer) else ""
+            console.print(f"[{stream.number}] {line.strip()}{cut}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _times(streams: Sequence[Stream], elapsed: float) -> Table:
-    table = Table(title=f"{len(streams)} answers at once, {elapsed:.1f} s", title_justify="left")
-    table.add_column("prompt")
+    title = f"{len(streams)} answers at once, {elapsed:.1f} s"
+    table = Table(title=title, title_justify="left", title_style="bold", header_style="", box=box.ROUNDED)
+    table.add_column("question")
     for name in ("tokens", "time to first token", "tokens/s"):
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", no_wrap=True)
     for stream in streams:
         first = "-" if stream.first_token_s is None else f"{stream.first_token_s * 1000:.0f} ms"
         rate = "-" if stream.tokens_per_s is None else f"{stream.tokens_per_s:.1f}"
-        table.add_row(f"[{stream.number}] {textwrap.shorten(stream.question, 48)}", str(stream.num_tokens), first, rate)
+        question = textwrap.shorten(f"[{stream.number}] {stream.question}", 34, placeholder=" ...")  # fits 80 columns
+        table.add_row(Text(question), str(stream.num_tokens), first, rate)
     total = sum(stream.num_tokens for stream in streams)
     slowest = max((stream.first_token_s or 0.0) for stream in streams)
     table.add_section()

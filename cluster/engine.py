@@ -60,7 +60,6 @@ class EngineLoop:
         self._clock = clock
         self._model, self._max_model_len, self._vocab_size = model, max_model_len, vocab_size
         self._stall_timeout_s = config.scheduler.stall_timeout_s
-        self._depth = 1 + config.scheduler.one_step_ahead
         self._reactor = Reactor()
         self._ranks = RankGroup(
             num_ranks,
@@ -70,7 +69,7 @@ class EngineLoop:
             clock=clock,
             on_result=self._on_result,
         )
-        self._streams = Streams(scheduler, self._reactor, clock=clock, refusal=self._refusal)
+        self._streams = Streams(scheduler, self._reactor, refusal=self._refusal)
         self._greeter = Greeter(self._reactor, token=token, engine_epoch=engine_epoch, clock=clock, admit=self._admit)
         self._commands: deque[Callable[[], None]] = deque()
         self._changed = threading.Condition()
@@ -171,16 +170,16 @@ class EngineLoop:
         """Schedule and send until enough steps are in flight or nothing can be scheduled."""
         if self._state not in ("healthy", "draining") or not self._ranks.is_complete:
             return
-        while self._scheduler.num_steps_in_flight < self._depth:
-            plan = self._scheduler.schedule(self._clock())
+        while self._scheduler.num_steps_in_flight < self._scheduler.max_steps_in_flight:
+            plan = self._scheduler.schedule()
             if plan is None:
                 return
             self._ranks.send_plan(plan.step, encode_plan(plan))
 
     def _on_result(self, payload: bytes) -> None:
         """The ranks get their next plan before the clients get their tokens."""
-        now = self._last_progress = self._clock()
-        outputs = self._scheduler.postprocess(decode_result(payload), now)
+        self._last_progress = self._clock()
+        outputs = self._scheduler.postprocess(decode_result(payload))
         self._fill_pipeline()
         self._streams.publish(outputs)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import os
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -56,6 +57,12 @@ def source_root() -> Path:
             "uninstall the other copy or take its folder out of PYTHONPATH"
         )
     return parents[PACKAGES[0]]
+
+
+def python_path(root: Path) -> str:
+    """Makes another process import the same copy as this one."""
+    inherited = os.environ.get("PYTHONPATH")
+    return os.pathsep.join([str(root), inherited] if inherited else [str(root)])
 
 
 def source_hash(root: Path) -> str:

@@ -161,7 +161,7 @@ def _home() -> Path:
 @contextmanager
 def _launched(config: EngineConfig, *, with_ingress: bool, verbose: bool) -> Iterator[Supervisor]:
     """A deployment, after everything that can be refused without Ray has been looked at."""
-    from cluster.identity import source_root
+    from cluster.identity import python_path, source_root
     from cluster.preflight import check_port_free
     from cluster.ray_environment import LOCAL, check_reachable, choose_address, ray_environment
 
@@ -176,7 +176,6 @@ def _launched(config: EngineConfig, *, with_ingress: bool, verbose: bool) -> Ite
     stop.install()
 
     def connect() -> Runtime:
-        from cluster.bringup import python_path
         from cluster.runtime import Runtime
 
         runtime = Runtime.connect(address, python_path=python_path(root), forward_logs=verbose)

@@ -5,7 +5,6 @@ For tests, benchmarks and debugging; a deployment adds the transport and the cli
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
@@ -91,9 +90,7 @@ class LocalEngine:
         completions: dict[tuple[int, int], Completion] = {}
         for prompt, own_params in zip(prompts, asked, strict=True):
             request_id, self._num_requests = self._num_requests, self._num_requests + 1
-            self.scheduler.add(
-                Request(request_id=request_id, token_ids=prompt, sampling_params=own_params), time.monotonic()
-            )
+            self.scheduler.add(Request(request_id=request_id, token_ids=prompt, sampling_params=own_params))
             completions.update({(request_id, index): Completion() for index in range(own_params.n)})
         while self.scheduler.has_unfinished:
             for output in self.step():
@@ -105,13 +102,13 @@ class LocalEngine:
         """Keep the ranks busy and take the oldest step's tokens."""
         scheduler = self.scheduler
         while scheduler.num_steps_in_flight < scheduler.max_steps_in_flight:
-            plan = scheduler.schedule(time.monotonic())
+            plan = scheduler.schedule()
             if plan is None:
                 break
             self.executor.submit(plan)
         if not scheduler.num_steps_in_flight:
             raise RuntimeError(f"nothing can be computed: {'; '.join(scheduler.explain_waiting())}")
-        return scheduler.postprocess(self.executor.collect(), time.monotonic())
+        return scheduler.postprocess(self.executor.collect())
 
     def close(self) -> None:
         self.executor.close()
@@ -125,4 +122,4 @@ class LocalEngine:
     def _settle(self) -> None:
         """Steps that ran ahead of the last token still answer; nothing may be left in flight between two calls."""
         while self.scheduler.num_steps_in_flight:
-            self.scheduler.postprocess(self.executor.collect(), time.monotonic())
+            self.scheduler.postprocess(self.executor.collect())

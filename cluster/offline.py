@@ -145,7 +145,7 @@ async def _generate_all(
                     except RequestError as error:
                         result.error = str(error)
                 progress.advance(task)
-                _publish(result, sink, progress.console, show_live)
+                _publish(result, sink, show_live)
                 return result
 
             answers = await _all_or_lost(supervisor, [answer(prompt) for prompt in prompts])
@@ -168,7 +168,7 @@ async def _deltas(
         yield delta.text, len(delta.token_ids)
 
 
-def _publish(answer: Answer, sink: IO[str] | None, console: Console, was_shown: bool) -> None:
+def _publish(answer: Answer, sink: IO[str] | None, was_shown: bool) -> None:
     with _writing():
         if sink is not None:
             sink.write(answer.as_json() + "\n")

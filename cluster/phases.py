@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from types import FrameType
 
 from rich.console import Console, RenderableType
+from rich.table import Table
+from rich.text import Text
 
 from cluster.exit_codes import InterruptedStartError
 
@@ -42,11 +44,22 @@ class Phases:
         started = self.clock()
         with self.console.status(f"{name} ..."):
             yield phase
-        line = f"[bold]{name:<11}[/bold] {self.clock() - started:6.2f} s  {'; '.join(phase.notes)}"
-        self.console.print(line, highlight=False, soft_wrap=True)
+        self._print_line(name, f"{self.clock() - started:6.2f} s", "; ".join(phase.notes))
+
+    def _print_line(self, name: str, time_taken: str, notes: str) -> None:
+        if not self.console.is_terminal:  # a log: one line each, however long
+            self.console.print(f"{name:<11} {time_taken}  {notes}", markup=False, highlight=False, soft_wrap=True)
+            return
+        grid = Table.grid(padding=(0, 2, 0, 0))
+        grid.add_column(style="bold", width=10)
+        grid.add_column(style="dim")
+        grid.add_column(overflow="fold")
+        grid.add_row(name, time_taken, Text(notes))
+        self.console.print(grid)
 
     def show(self, what: RenderableType) -> None:
-        self.console.print(what, highlight=False, soft_wrap=isinstance(what, str))
+        as_log = isinstance(what, str) and not self.console.is_terminal
+        self.console.print(what, highlight=False, soft_wrap=as_log)
 
     @property
     def elapsed(self) -> float:

@@ -16,12 +16,11 @@ from rich.table import Table
 
 from cluster.exit_codes import AddressError, PlacementError, UsageError
 from cluster.placement import DeviceKind, GroupPlan, NodeResources
+from configs.matrices import num_parameters, rank_weight_bytes
 from configs.model_spec import ModelSpec
-from configs.schema import EngineConfig
+from configs.schema import GIB, EngineConfig
 from configs.sharding import HeadShard, imbalance, split_heads
 
-GIB = 2**30
-DEFAULT_CPU_CACHE_GIB = 1.0
 RUNTIME_BYTES = 400 * 2**20
 """What a CPU rank takes beside weights and KV: the interpreter, torch, activations."""
 
@@ -52,12 +51,6 @@ class Budget:
         return min(fits) if fits else None
 
 
-def resolve_dtype(config: EngineConfig, spec: ModelSpec, device: DeviceKind) -> str:
-    if config.model.dtype != "auto":
-        return config.model.dtype
-    return "float32" if device == "cpu" else spec.dtype
-
-
 def compute_budget(config: EngineConfig, spec: ModelSpec, device: DeviceKind) -> Budget:
     """Bytes per rank of one replica.
 
@@ -70,7 +63,7 @@ def compute_budget(config: EngineConfig, spec: ModelSpec, device: DeviceKind) ->
             f"model.max_model_len is {max_model_len}, the model's own limit is {spec.max_model_len}; "
             "lower it or leave it out"
         )
-    dtype = resolve_dtype(config, spec, device)
+    dtype = config.model.dtype_on(device, spec.dtype)
     shards = split_heads(spec.num_heads, spec.num_kv_heads, config.parallel.tensor_parallel_size)
     return Budget(
         dtype=dtype,
@@ -89,7 +82,7 @@ def _rank_budget(
     return RankBudget(
         rank=rank,
         shard=shard,
-        weight_bytes=loaded.rank_weight_bytes(rank, num_ranks, dtype, kept=device == "cuda"),
+        weight_bytes=rank_weight_bytes(loaded, rank, num_ranks, dtype, kept=device == "cuda"),
         kv_bytes_per_token=kv_per_token,
         kv_bytes=_kv_bytes(config, device, kv_per_token),
     )
@@ -100,7 +93,7 @@ def _kv_bytes(config: EngineConfig, device: DeviceKind, kv_bytes_per_token: int)
     if cache.num_blocks is not None:
         return cache.num_blocks * cache.block_size * kv_bytes_per_token
     if device == "cpu":
-        return int((cache.memory_gib or DEFAULT_CPU_CACHE_GIB) * GIB)
+        return cache.cpu_bytes
     return None
 
 
@@ -176,7 +169,7 @@ def check_table(
 
 
 def _model_rows(config: EngineConfig, spec: ModelSpec, budget: Budget) -> Mapping[str, str]:
-    size = f"{spec.num_parameters / 1e6:,.1f}M parameters"
+    size = f"{num_parameters(spec) / 1e6:,.1f}M parameters"
     if spec.quantization is not None and config.model.load_format == "auto":
         size += f", {spec.quantization.describe()}"
     return {

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from cluster.exit_codes import ModelError, StartupError
-from cluster.identity import source_root
+from cluster.identity import python_path, source_root
 from configs.schema import ModelConfig
 
 POLL_S = 0.05
@@ -28,9 +28,6 @@ class Preparation:
         command = [sys.executable, "-m", "workers.prepare", model.path]
         if model.cache_dir:
             command += ["--cache-dir", model.cache_dir]
-        root = str(source_root())
-        inherited = os.environ.get("PYTHONPATH")
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join([root, inherited] if inherited else [root])}
         self.started = time.monotonic()
         self.process = subprocess.Popen(
             command,
@@ -38,7 +35,7 @@ class Preparation:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env=environment,
+            env=os.environ | {"PYTHONPATH": python_path(source_root())},
         )
 
     def fail_early(self, patience: float) -> None:

@@ -46,10 +46,6 @@ class Reactor:
         for sock in listener.sockets:
             self._selector.register(sock, READ, lambda _, sock=sock: self._accept(listener, sock, on_peer))
 
-    def stop_listening(self, listener: Listener) -> None:
-        for sock in listener.sockets:
-            self._selector.unregister(sock)
-
     def add(self, connection: QueuedConnection, on_frames: FramesHandler, on_lost: LossHandler) -> None:
         """Watch `connection`. A second call for the same connection only changes its handlers."""
         known = self._entries.get(connection)

@@ -45,8 +45,12 @@ def reporting(method: Callable[P, T]) -> Callable[P, T]:
     return wrapped
 
 
+def one_line(error: BaseException) -> str:
+    return " ".join(str(error).split()) or "no message"
+
+
 def _reported(error: Exception) -> Exception:
-    text = " ".join(str(error).split()) or "no message"
+    text = one_line(error)
     if isinstance(error, ValueError):
         return ModelError(text)
     place = traceback.extract_tb(error.__traceback__)[-1]

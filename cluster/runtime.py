@@ -161,7 +161,6 @@ class Runtime:
         bundle: int = -1,
         resources: Mapping[str, float] | None = None,
         num_threads: int = 1,
-        env: Mapping[str, str] | None = None,
     ) -> Actor:
         """Start one process: in a bundle of `group`, which lies on `node_id`, or preferably on `node_id`.
 
@@ -184,7 +183,7 @@ class Runtime:
                 max_concurrency=num_threads,
                 enable_task_events=False,
                 scheduling_strategy=strategy,
-                runtime_env={"env_vars": {"PYTHONPATH": self.python_path, "RAY_worker_niceness": "0", **(env or {})}},
+                runtime_env={"env_vars": {"PYTHONPATH": self.python_path, "RAY_worker_niceness": "0"}},
             )
             .remote(*args)
         )

@@ -64,12 +64,10 @@ class Streams:
         scheduler: Scheduler,
         reactor: Reactor,
         *,
-        clock: Callable[[], float],
         refusal: Callable[[], str | None],
     ) -> None:
         self._scheduler = scheduler
         self._reactor = reactor
-        self._clock = clock
         self._refusal = refusal
         self._peers: dict[int, IngressPeer] = {}
         self._numbers = itertools.count(1)
@@ -153,7 +151,7 @@ class Streams:
             return Refused(message.request_id, "unavailable", reason)
         kind: RefusalKind
         try:
-            self._scheduler.add(self._request(peer, message), self._clock())
+            self._scheduler.add(self._request(peer, message))
         except QueueFullError as error:
             kind, reason = "overloaded", str(error)
         except ValueError as error:

@@ -18,7 +18,7 @@ from cluster.bringup import BringUp
 from cluster.deployment import Deployment, Replica
 from cluster.exit_codes import DeploymentError, EngineLostError
 from cluster.phases import Phases, StopRequest
-from cluster.waiting import CONSEQUENCES_S, ActorLostError, Call, CallFailedError
+from cluster.waiting import CONSEQUENCES_S, ActorLostError, Call, CallFailedError, is_consequence
 from configs.schema import EngineConfig
 
 if TYPE_CHECKING:
@@ -161,8 +161,8 @@ class Supervisor:
         except ActorLostError as error:
             return Ended(role=role, label=call.label, reason=error.how)
         except CallFailedError as error:
-            is_consequence = bool(getattr(error.cause, "is_consequence", False))
-            return Ended(role=role, label=call.label, reason=str(error.cause), is_consequence=is_consequence)
+            reason = str(error.cause)
+            return Ended(role=role, label=call.label, reason=reason, is_consequence=is_consequence(error))
         except DeploymentError as error:
             return Ended(role=role, label=call.label, reason=str(error))
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from cluster.exit_codes import DeploymentError, ModelError, StartupError
+from cluster.reporting import one_line
 
 POLL_S = 0.2
 CONSEQUENCES_S = 1.0
@@ -54,7 +55,7 @@ class Waiter(Protocol):
 
 def describe(error: BaseException) -> str:
     """One line: users' errors speak for themselves, others say their type."""
-    text = " ".join(str(error).split()) or "no message"
+    text = one_line(error)
     return text if isinstance(error, (ValueError, DeploymentError)) else f"{type(error).__name__}: {text}"
 
 
@@ -101,20 +102,20 @@ def collect(
 def _root_error(waiter: Waiter, errors: list[Exception], pending: list[Call], phase: str) -> DeploymentError:
     """The error that explains the others, as one that ends the start."""
     give_up = time.monotonic() + CONSEQUENCES_S
-    while pending and all(_is_consequence(error) for error in errors) and time.monotonic() < give_up:
+    while pending and all(is_consequence(error) for error in errors) and time.monotonic() < give_up:
         for call in waiter.wait_any(pending, POLL_S):
             pending.remove(call)
             try:
                 waiter.result_of(call)
             except (DeploymentError, CallFailedError, ActorLostError) as error:
                 errors.append(error)
-    root = min(errors, key=_is_consequence)  # the first that is no consequence, else the first
+    root = min(errors, key=is_consequence)  # the first that is no consequence, else the first
     if isinstance(root, DeploymentError):
         return root
     kind = ModelError if isinstance(root, CallFailedError) and isinstance(root.cause, ValueError) else StartupError
     return kind(f"{phase}: {root}")
 
 
-def _is_consequence(error: Exception) -> bool:
-    """Whether it only says that a peer was lost."""
+def is_consequence(error: Exception) -> bool:
+    """Whether `error` only says that a peer was lost."""
     return isinstance(error, CallFailedError) and bool(getattr(error.cause, "is_consequence", False))

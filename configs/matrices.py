@@ -6,14 +6,9 @@ Pure arithmetic over a `ModelSpec`; knows no tensors.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from configs.model_spec import DTYPE_BYTES, ModelSpec
 from configs.sharding import ALIGNMENT, split_heads, split_range
-
-if TYPE_CHECKING:
-    from configs.model_spec import ModelSpec
-
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +52,38 @@ def layer_matrices(spec: ModelSpec, rank: int, num_ranks: int) -> tuple[Matrix, 
     )
 
 
-def rank_weight_bytes(spec: ModelSpec, rank: int, num_ranks: int, dtype: str, *, kept: bool) -> int:
-    """Bytes of weights that `rank` holds. `kept`: quantised matrices stay as they are where a kernel can take them."""
+def num_parameters(spec: ModelSpec) -> int:
+    """Of the whole model."""
+    return num_rank_parameters(spec, 0, 1)
+
+
+def num_rank_parameters(spec: ModelSpec, rank: int, num_ranks: int) -> int:
+    """Parameters that `rank` of `num_ranks` holds: its parts of the matrices, and all norms."""
+    matrices = layer_matrices(spec, rank, num_ranks)
+    qkv, _, gate_up, _ = matrices
+    vocab = len(split_range(spec.vocab_size, num_ranks, ALIGNMENT)[rank])
+    hidden = spec.hidden_size
+    layer = sum(matrix.num_parameters for matrix in matrices)
+    layer += spec.attention_bias * qkv.num_rows + spec.attention_output_bias * hidden
+    layer += spec.mlp_bias * (gate_up.num_rows + hidden)
+    layer += spec.qk_norm * 2 * spec.head_dim + (4 if spec.post_norms else 2) * hidden
+    num_embeddings = 1 if spec.tie_word_embeddings else 2
+    return spec.num_layers * layer + hidden + num_embeddings * vocab * hidden
+
+
+def weight_bytes(spec: ModelSpec, dtype: str, *, kept: bool = False) -> int:
+    """Of the whole model on one rank. `kept`: as `rank_weight_bytes` says."""
+    return rank_weight_bytes(spec, 0, 1, dtype, kept=kept)
+
+
+def rank_weight_bytes(spec: ModelSpec, rank: int, num_ranks: int, dtype: str, *, kept: bool = False) -> int:
+    """Of what `rank` of `num_ranks` holds in memory.
+
+    `kept`: quantised matrices stay in their few bits where a kernel can compute with them, as on a GPU; otherwise
+    they are dequantised at load, and take as much as any others.
+    """
     size, quantization = DTYPE_BYTES[dtype], spec.quantization
-    total = spec.num_rank_parameters(rank, num_ranks) * size
+    total = num_rank_parameters(spec, rank, num_ranks) * size
     if not kept or quantization is None or quantization.kernel_refusal(dtype):
         return total
     for matrix in layer_matrices(spec, rank, num_ranks):

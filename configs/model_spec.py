@@ -12,11 +12,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from configs.matrices import DTYPE_BYTES, layer_matrices, rank_weight_bytes
 from configs.quantization import QuantizationSpec, read_quantization
 from configs.rope_spec import RopeSpec, read_layered_rope, read_rope
-from configs.sharding import ALIGNMENT, split_range
 
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 MODEL_TYPES = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
@@ -39,7 +38,7 @@ NO_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """One dense decoder. Sizes are of the whole model, whatever the number of ranks."""
+    """One dense decoder. Sizes are of the whole model; `configs.matrices` says what of it a rank holds."""
 
     directory: Path
     architecture: str
@@ -92,35 +91,6 @@ class ModelSpec:
             raise ValueError(
                 f"{path / 'config.json'} holds a value of the wrong kind ({error}); fetch the file again"
             ) from error
-
-    @property
-    def num_parameters(self) -> int:
-        return self.num_rank_parameters(0, 1)
-
-    def num_rank_parameters(self, rank: int, num_ranks: int) -> int:
-        """Parameters that `rank` of `num_ranks` holds: its parts of the matrices, and all norms."""
-        matrices = layer_matrices(self, rank, num_ranks)
-        qkv, _, gate_up, _ = matrices
-        vocab = len(split_range(self.vocab_size, num_ranks, ALIGNMENT)[rank])
-        hidden = self.hidden_size
-        layer = sum(matrix.num_parameters for matrix in matrices)
-        layer += self.attention_bias * qkv.num_rows + self.attention_output_bias * hidden
-        layer += self.mlp_bias * (gate_up.num_rows + hidden)
-        layer += self.qk_norm * 2 * self.head_dim + (4 if self.post_norms else 2) * hidden
-        num_embeddings = 1 if self.tie_word_embeddings else 2
-        return self.num_layers * layer + hidden + num_embeddings * vocab * hidden
-
-    def weight_bytes(self, dtype: str, *, kept: bool = False) -> int:
-        """Of the whole model on one rank. `kept`: as `rank_weight_bytes` says."""
-        return self.rank_weight_bytes(0, 1, dtype, kept=kept)
-
-    def rank_weight_bytes(self, rank: int, num_ranks: int, dtype: str, *, kept: bool = False) -> int:
-        """Of what `rank` holds in memory.
-
-        `kept`: quantised matrices stay in their few bits where a kernel can compute with them, as on a GPU; otherwise
-        they are dequantised at load, and take as much as any others.
-        """
-        return rank_weight_bytes(self, rank, num_ranks, dtype, kept=kept)
 
     def unquantized(self) -> ModelSpec:
         """The same model with weights in full precision, as random ones are drawn."""

@@ -12,6 +12,9 @@ from typing import Any, Literal
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
 
+GIB = 1 << 30
+DEFAULT_CPU_CACHE_GIB = 1.0
+
 
 def bounded(default: Any, *, ge: float | None = None, le: float | None = None, doc: str) -> Any:
     """A dataclass field with a legal range, checked by the loader, and a description for the reference page."""
@@ -36,6 +39,12 @@ class ModelConfig:
     seed: int = bounded(0, ge=0, le=2**63 - 1, doc="seed of random weights and of requests that bring none")
     cache_dir: str | None = described(None, "converted models; default: $ANTIPHON_CACHE or ~/.cache/antiphon")
 
+    def dtype_on(self, device: str, checkpoint_dtype: str) -> str:
+        """What `dtype` means on a "cpu" or "cuda" for weights that are stored in `checkpoint_dtype`."""
+        if self.dtype != "auto":
+            return self.dtype
+        return "float32" if device == "cpu" else checkpoint_dtype
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelConfig:
@@ -55,6 +64,11 @@ class CacheConfig:
     gpu_memory_utilization: float = bounded(0.9, ge=0.05, le=1.0, doc="share of GPU memory this rank may fill")
     enable_prefix_caching: bool = described(True, "reuse the KV of equal prompt prefixes")
     watermark: float = bounded(0.01, ge=0.0, le=0.5, doc="share of blocks kept free at admission, for growth")
+
+    @property
+    def cpu_bytes(self) -> int:
+        """KV memory of a rank on CPU where `num_blocks` does not decide."""
+        return int((self.memory_gib or DEFAULT_CPU_CACHE_GIB) * GIB)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

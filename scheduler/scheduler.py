@@ -1,7 +1,7 @@
 """The scheduler: which tokens of which sequences the workers compute next.
 
 Owns every sequence from arrival to its last token: waiting (`waiting_queue`), running (`running_set`), and in blocks
-(`block_manager`).
+(`block_manager`). Who computes what in a step is decided in `step_composer`.
 Knows no clock, no transport and no tensors: `schedule` gives the next plan, `postprocess` takes the answer, and both
 are pure state transitions, so a test can drive a million of them.
 
@@ -54,7 +54,7 @@ class Scheduler:
         cache_namespace: str = "",
         engine_epoch: int = 0,
     ) -> None:
-        # Every decoding sequence gets its token in every step. `configs.loader` refuses the rest in the user's words.
+        # Every decoding sequence gets its token in every step. `configs.build` refuses the rest in the user's words.
         assert config.max_num_seqs <= config.max_num_batched_tokens, f"{config.max_num_seqs} rows in one step"
         self.config = config
         self.max_steps_in_flight = 2 if config.one_step_ahead else 1
@@ -88,7 +88,7 @@ class Scheduler:
 
     # --- what a client does -------------------------------------------------------------------------------------
 
-    def add(self, request: Request, now: float) -> None:
+    def add(self, request: Request) -> None:
         """Queue a request.
 
         Raises:
@@ -117,7 +117,7 @@ class Scheduler:
 
     # --- what the engine loop does ------------------------------------------------------------------------------
 
-    def schedule(self, now: float) -> StepPlan | None:
+    def schedule(self) -> StepPlan | None:
         """The next plan, or None if there is nothing to compute until a result, a request or a block arrives."""
         assert len(self._in_flight) < self.max_steps_in_flight, f"{len(self._in_flight)} steps are in flight"
         draft = self._composer.compose(self._next_step)
@@ -127,7 +127,7 @@ class Scheduler:
         self._note_in_flight(draft, plan)
         return plan
 
-    def postprocess(self, result: StepResult, now: float) -> list[SequenceOutput]:
+    def postprocess(self, result: StepResult) -> list[SequenceOutput]:
         """Take the answer to the oldest plan in flight; one output for each sampled token that still has a taker.
 
         Results of an earlier epoch are dropped. So are tokens of sequences that have left their slot since: aborted

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -105,6 +106,17 @@ def is_within(module: str, allowed: tuple[str, ...]) -> bool:
 def test_a_package_imports_nothing_to_its_right(package: str) -> None:
     ours = [found for found in all_imports(package) if found.module.split(".")[0] in (*PACKAGES, "tests", "benchmarks")]
     assert [str(found) for found in ours if not is_within(found.module, MAY_IMPORT[package])] == []
+
+
+def test_no_files_import_each_other() -> None:
+    """Not for types alone either; an import inside a function is asked for when it is needed, and may."""
+    needs: dict[str, set[str]] = {}
+    for package in PACKAGES:
+        for found in all_imports(package):
+            if not found.is_lazy:
+                importer = found.file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+                needs.setdefault(importer, set()).add(found.module)
+    TopologicalSorter(needs).prepare()  # CycleError names the files
 
 
 @pytest.mark.parametrize("package", PACKAGES)

@@ -1,9 +1,8 @@
-"""The persistent batch: what this rank knows of the sequence in each slot, and the tensors of one step made from it.
+"""The persistent batch: the sequences in this rank's slots, and the tensors of one step made from them.
 
-Owns tokens, lengths and block tables by slot. A plan changes them by differences (`apply`), a step reads its rows out
-of them (`rows_of`, all rows at once, no loop over tokens) and moves them forward (`advance`). The token that a step
-samples need not be known here when the next step is built: it stays on the device, in `last_tokens`.
-Knows no model and no logits.
+A plan changes the slots (`workers.slot_table`) by differences (`apply`), a step reads its rows out of them (`rows_of`,
+all rows at once, no loop over tokens) and moves them forward (`advance`). The token that a step samples need not be
+known here when the next step is built: it stays on the device, in `last_tokens`. Knows no model and no logits.
 """
 
 from __future__ import annotations
@@ -16,12 +15,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from scheduler.output import UNKNOWN_TOKEN, AdmittedSequence, Int32, StepPlan
+from scheduler.output import UNKNOWN_TOKEN, Int32, StepPlan
 from workers.attention import AttentionMetadata
-from workers.plan_check import PlanError, check_admitted, check_decode, check_prefill, check_slots
+from workers.plan_check import check_admitted, check_decode, check_growth, check_prefill, check_room, check_slots
+from workers.slot_table import SlotTable
 from workers.upload import upload
-
-NO_SEQUENCE = -1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -61,7 +59,7 @@ class _OnDevice(NamedTuple):
 
 
 class InputBatch:
-    """`num_slots` rows of at most `max_model_len` tokens."""
+    """The slots of one rank; see `SlotTable` for what the sizes mean."""
 
     def __init__(
         self,
@@ -74,28 +72,17 @@ class InputBatch:
         device: torch.device,
         dynamic_rope: bool = False,
     ) -> None:
-        self.dynamic_rope = dynamic_rope
-        self.num_slots = num_slots
-        self.max_model_len = max_model_len
-        self.block_size = block_size
-        self.num_blocks = num_blocks
-        self.vocab_size = vocab_size
+        self.table = SlotTable(
+            num_slots=num_slots,
+            max_model_len=max_model_len,
+            block_size=block_size,
+            num_blocks=num_blocks,
+            vocab_size=vocab_size,
+        )
         self.device = device
-        max_blocks = -(-max_model_len // block_size)
-
-        self.seq_ids = np.full(num_slots, NO_SEQUENCE, dtype=np.int64)
-        self.token_ids = np.zeros((num_slots, max_model_len + 1), dtype=np.int32)
-        # Invariant of a slot in use: num_computed <= num_tokens and num_known <= num_tokens. A token past num_known
-        # was sampled here and has not been read back from the device.
-        self.num_tokens = np.zeros(num_slots, dtype=np.int32)
-        self.num_known = np.zeros(num_slots, dtype=np.int32)
-        self.num_computed = np.zeros(num_slots, dtype=np.int32)
-        self.num_prompt = np.zeros(num_slots, dtype=np.int32)
-        self.has_sampled = np.zeros(num_slots, dtype=np.bool_)  # its last token is one that this rank sampled
-        self.num_seq_blocks = np.zeros(num_slots, dtype=np.int32)
-        self.block_table = np.zeros((num_slots, max_blocks), dtype=np.int32)
+        self.dynamic_rope = dynamic_rope
         self.last_tokens = torch.zeros(num_slots, dtype=torch.int64, device=device)
-        self._device_block_table = torch.from_numpy(self.block_table).to(device)  # on CPU the very same memory
+        self._device_block_table = torch.from_numpy(self.table.block_table).to(device)  # on CPU the very same memory
 
     # --- a plan's differences -----------------------------------------------------------------------------------
 
@@ -105,55 +92,26 @@ class InputBatch:
         Raises:
             PlanError: the plan contradicts what this rank holds.
         """
-        self._release(plan.released_slots)
+        check_slots(self.table, plan.released_slots, "released")
+        self.table.release(plan.released_slots)
         for sequence in plan.admitted:
-            self._admit(sequence)
-        if len(plan.grown_slots):
-            self._append_blocks(plan.grown_slots, plan.grown_blocks)
+            check_admitted(self.table, sequence)
+            self.table.admit(sequence)
+            self._append_blocks(np.full(len(sequence.block_table), sequence.slot, np.int32), sequence.block_table)
+        self._append_blocks(plan.grown_slots, plan.grown_blocks)
 
     def clear(self) -> None:
         """Forget every sequence."""
-        self._release(np.arange(self.num_slots, dtype=np.int32))
-
-    def _release(self, slots: Int32) -> None:
-        check_slots(self, slots, "released")
-        self.seq_ids[slots] = NO_SEQUENCE
-        for counts in (self.num_tokens, self.num_known, self.num_computed, self.num_seq_blocks):
-            counts[slots] = 0
-
-    def _admit(self, sequence: AdmittedSequence) -> None:
-        check_admitted(self, sequence)
-        slot, num_tokens = sequence.slot, len(sequence.token_ids)
-        self.seq_ids[slot] = sequence.seq_id
-        self.token_ids[slot, :num_tokens] = sequence.token_ids
-        self.num_tokens[slot] = self.num_known[slot] = num_tokens
-        self.num_computed[slot] = sequence.num_cached_tokens
-        self.num_prompt[slot] = sequence.num_prompt_tokens
-        self.has_sampled[slot] = False
-        self.num_seq_blocks[slot] = 0
-        if len(sequence.block_table):
-            slots = np.full(len(sequence.block_table), slot, dtype=np.int32)
-            self._append_blocks(slots, sequence.block_table)
+        self.table.release(np.arange(self.table.num_slots, dtype=np.int32))
 
     def _append_blocks(self, slots: Int32, blocks: Int32) -> None:
-        """Append to each slot's table, in order; a slot may come several times."""
-        check_slots(self, slots, "grown", in_use=True)
-        if int(blocks.min()) < 0 or int(blocks.max()) >= self.num_blocks:
-            raise PlanError(f"block ids {blocks.min()} to {blocks.max()}; this rank holds {self.num_blocks} blocks")
-        order = np.argsort(slots, kind="stable")
-        slots, blocks = slots[order], blocks[order]
-        is_first = np.ones(len(slots), dtype=np.bool_)
-        is_first[1:] = slots[1:] != slots[:-1]
-        firsts = np.flatnonzero(is_first)
-        counts = np.diff(np.append(firsts, len(slots)))
-        columns = self.num_seq_blocks[slots] + np.arange(len(slots)) - np.repeat(firsts, counts)
-        if int(columns.max()) >= self.block_table.shape[1]:
-            raise PlanError(f"a sequence has more than the {self.block_table.shape[1]} blocks of a full one")
-        self.block_table[slots, columns] = blocks
-        self.num_seq_blocks[slots[firsts]] += counts.astype(np.int32)
+        if not len(slots):
+            return
+        check_growth(self.table, slots, blocks)
+        written = self.table.append_blocks(slots, blocks)
         if self.device.type != "cpu":
-            rows, places, values = upload((_int64(slots), _int64(columns), blocks), self.device)
-            self._device_block_table[rows, places] = values
+            rows, columns, values = upload(written, self.device)
+            self._device_block_table[rows, columns] = values
 
     # --- one step's rows ----------------------------------------------------------------------------------------
 
@@ -163,36 +121,26 @@ class InputBatch:
         Raises:
             PlanError: a row does not follow from what this rank holds.
         """
+        table = self.table
         num_prefill, num_decode = len(plan.prefill_slots), len(plan.decode_slots)
         slots = np.concatenate([plan.prefill_slots, plan.decode_slots])
-        check_slots(self, slots, "scheduled", in_use=True, unique=True)
-        check_prefill(self, plan)
-        check_decode(self, plan)
-        self.num_computed[plan.prefill_slots] = plan.prefill_starts  # further on after a prefix hit in mid-prompt
-        first_positions = self.num_computed[slots]
+        check_slots(table, slots, "scheduled", in_use=True, unique=True)
+        check_prefill(table, plan)
+        check_decode(table, plan)
+        table.num_computed[plan.prefill_slots] = plan.prefill_starts  # further on after a prefix hit in mid-prompt
+        first_positions = table.num_computed[slots]
         query_lens = np.ones(num_prefill + num_decode, dtype=np.int32)
         query_lens[:num_prefill] = plan.prefill_num_tokens
         seq_lens = first_positions + query_lens
         starts = np.zeros(len(slots) + 1, dtype=np.int32)
         np.cumsum(query_lens, out=starts[1:])
-        if (seq_lens > self.num_seq_blocks[slots] * self.block_size).any():
-            raise PlanError("a scheduled token has no block to store its keys in")
+        check_room(table, slots, seq_lens)
+        sampling = np.flatnonzero(seq_lens == table.num_tokens[slots])
 
         positions = np.arange(starts[-1], dtype=np.int64) + np.repeat(first_positions - starts[:-1], query_lens)
-        owners = np.repeat(slots, query_lens)
-        places = self.block_table[owners, positions // self.block_size].astype(np.int64) * self.block_size
-        places += positions % self.block_size
-        known = self.token_ids[owners, positions].astype(np.int64)
-        known[len(known) - num_decode :] = plan.decode_tokens
-        sampling = np.flatnonzero(seq_lens == self.num_tokens[slots])
-        # The length that each token is rotated for: its prompt's, or its own once past the prompt.
-        rope_lens = np.maximum(self.num_prompt[owners], positions + 1)[: len(owners) * self.dynamic_rope]
-        there = _OnDevice(
-            *upload(
-                (known, positions, places, rope_lens, starts, seq_lens, _int64(slots), _int64(slots[sampling])),
-                self.device,
-            )
-        )
+        tokens = self._tokens(np.repeat(slots, query_lens), positions, plan.decode_tokens)
+        slots_int64 = slots.astype(np.int64)
+        there = _OnDevice(*upload((*tokens, starts, seq_lens, slots_int64, slots_int64[sampling]), self.device))
         return StepRows(
             slots=slots,
             seq_lens=seq_lens,
@@ -211,10 +159,25 @@ class InputBatch:
                 num_prefill_seqs=num_prefill,
                 num_prefill_tokens=int(starts[num_prefill]),
                 num_decodes=num_decode,
-                block_size=self.block_size,
+                block_size=table.block_size,
                 rope_lens=there.rope_lens if self.dynamic_rope else None,
             ),
         )
+
+    def _tokens(
+        self, owners: Int32, positions: NDArray[np.int64], decode_tokens: Int32
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+        """Of each token of the step: its id, its position, its place in the KV cache, the length it is rotated for.
+
+        That length is its prompt's, or its own once past the prompt; nobody asks for it without dynamic rope.
+        """
+        table = self.table
+        token_ids = table.token_ids[owners, positions].astype(np.int64)
+        token_ids[len(token_ids) - len(decode_tokens) :] = decode_tokens
+        places = table.block_table[owners, positions // table.block_size].astype(np.int64) * table.block_size
+        places += positions % table.block_size
+        rope_lens = np.maximum(table.num_prompt[owners], positions + 1)[: len(owners) * self.dynamic_rope]
+        return token_ids, positions, places, rope_lens
 
     def _with_own_tokens(self, there: _OnDevice, decode_tokens: Int32) -> Tensor:
         """The step's tokens, where those that the host does not know are the ones sampled here in the step before."""
@@ -225,33 +188,24 @@ class InputBatch:
         return there.token_ids
 
     def _block_tables(self, slots: Int32, slots_on_device: Tensor, max_seqlen: int) -> Tensor:
-        num_columns = -(-max_seqlen // self.block_size)
+        num_columns = -(-max_seqlen // self.table.block_size)
         if self.device.type == "cpu":
-            return torch.from_numpy(self.block_table[slots, :num_columns])
+            return torch.from_numpy(self.table.block_table[slots, :num_columns])
         return self._device_block_table[slots_on_device, :num_columns]
 
     # --- after the step -----------------------------------------------------------------------------------------
 
     def advance(self, rows: StepRows, tokens: Tensor) -> None:
         """The rows are computed and `tokens`, one per sampling row, follow them; the device may still be at work."""
-        self.num_computed[rows.slots] = rows.seq_lens
-        slots = rows.sampling_slots
-        self.num_tokens[slots] += 1
-        self.has_sampled[slots] = True
+        self.table.num_computed[rows.slots] = rows.seq_lens
+        self.table.num_tokens[rows.sampling_slots] += 1
+        self.table.has_sampled[rows.sampling_slots] = True
         self.last_tokens[rows.sampling_slots_on_device] = tokens
 
     def note_sampled(self, rows: StepRows, seq_ids: NDArray[np.int64], tokens: Int32) -> None:
-        """The sampled tokens have reached the host. Slots that changed hands since are left alone."""
-        slots, positions = rows.sampling_slots, rows.sampled_positions
-        same = (self.seq_ids[slots] == seq_ids) & (self.num_known[slots] == positions)
-        slots, positions = slots[same], positions[same]
-        self.token_ids[slots, positions] = tokens[same]
-        self.num_known[slots] = positions + 1
+        """The tokens that `seq_ids` sampled have reached the host."""
+        self.table.note_sampled(rows.sampling_slots, rows.sampled_positions, seq_ids, tokens)
 
     def put(self, array: NDArray) -> Tensor:
         """The array on the device; the host does not wait for it to get there."""
         return upload((array,), self.device)[0]
-
-
-def _int64(array: Int32) -> NDArray[np.int64]:
-    return array.astype(np.int64)

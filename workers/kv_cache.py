@@ -10,10 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from configs import CacheConfig
+from configs.schema import GIB, CacheConfig
 
-GIB = 1 << 30
-DEFAULT_CPU_MEMORY_GIB = 1.0
 UNLIMITED_BLOCKS = 2**31 - 2
 """What a rank without KV heads answers: its ids still fit int32, and the smallest rank decides."""
 
@@ -79,7 +77,7 @@ def num_blocks_in(config: CacheConfig, *, block_bytes: int, available_bytes: int
     if block_bytes == 0:
         return UNLIMITED_BLOCKS
     if available_bytes is None:
-        available_bytes = int((config.memory_gib or DEFAULT_CPU_MEMORY_GIB) * GIB)
+        available_bytes = config.cpu_bytes
     num_blocks = available_bytes // block_bytes - 1  # one is the dummy
     if num_blocks < 1:
         raise ValueError(

@@ -20,7 +20,7 @@ from workers.cuda_graph import DecodeGraphs
 from workers.input_batch import InputBatch, StepRows
 from workers.kv_cache import KVCache
 from workers.logprobs import Scores, copy_to_host, score
-from workers.plan_check import PlanError
+from workers.plan_check import PlanError, check_blocks
 from workers.sampler import sample
 from workers.sampling_state import NOT_ASKED, SamplingState
 
@@ -108,7 +108,7 @@ class ModelRunner:
         return PendingStep(
             plan=plan,
             rows=rows,
-            seq_ids=self.batch.seq_ids[rows.sampling_slots],
+            seq_ids=self.batch.table.seq_ids[rows.sampling_slots],
             tokens=copy_to_host(tokens) if tokens.is_cuda else tokens,
             logprob_slots=logprob_slots,
             logprobs=None if logprobs is None else logprobs.copied_to_host(),
@@ -144,7 +144,7 @@ class ModelRunner:
         if plan.engine_epoch < self._engine_epoch:
             raise PlanError(f"stale plan of epoch {plan.engine_epoch}; this rank is in epoch {self._engine_epoch}")
         if plan.engine_epoch > self._engine_epoch:
-            for slot in range(self.batch.num_slots):
+            for slot in range(self.batch.table.num_slots):
                 self.sampling.release(slot)
             self.batch.clear()
             self._engine_epoch, self._next_step = plan.engine_epoch, 0
@@ -177,22 +177,21 @@ class ModelRunner:
         found = []
         for i in np.flatnonzero(num_top != NOT_ASKED).tolist():
             slot, start = int(plan.prefill_slots[i]), int(plan.prefill_starts[i])
-            end = min(start + int(plan.prefill_num_tokens[i]), int(self.batch.num_prompt[slot]) - 1)
+            end = min(start + int(plan.prefill_num_tokens[i]), int(self.batch.table.num_prompt[slot]) - 1)
             parts = []
             for first in range(start, end, PROMPT_ROWS_PER_CALL):
                 stop = min(first + PROMPT_ROWS_PER_CALL, end)
                 offset = int(rows.starts[i]) - start
                 logits = self.model.compute_logits(hidden[first + offset : stop + offset])  # on every rank
                 if self.answers:
-                    following = self.batch.token_ids[slot, first + 1 : stop + 1].astype(np.int64)
+                    following = self.batch.table.token_ids[slot, first + 1 : stop + 1].astype(np.int64)
                     parts.append(score(logits, self.batch.put(following), int(num_top[i])))
             if parts:
                 found.append((slot, start + 1, Scores.concatenate(parts)))
         return found
 
     def _block_ids(self, blocks: Int32) -> Tensor:
-        if len(blocks) and not 0 <= int(blocks.min()) <= int(blocks.max()) < self.batch.num_blocks:
-            raise PlanError(f"copy of blocks {blocks.tolist()}; this rank holds {self.batch.num_blocks} blocks")
+        check_blocks(self.batch.table, blocks, "copied")
         return self.batch.put(blocks.astype(np.int64))
 
 

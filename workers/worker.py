@@ -15,7 +15,7 @@ from configs import EngineConfig
 from configs.model_spec import ModelSpec
 from configs.sharding import split_heads
 from scheduler.output import StepPlan, StepResult
-from workers.attention import AttentionMetadata, choose_backend
+from workers.attention import AttentionMetadata, AttentionNeeds, choose_backend
 from workers.compute import choose_compute
 from workers.cpu_decoder import CpuDecoder
 from workers.cuda_graph import CudaCapture, DecodeGraphs
@@ -37,10 +37,7 @@ def choose_num_threads(config: EngineConfig, num_local_ranks: int) -> int:
 
 
 def choose_dtype(config: EngineConfig, spec: ModelSpec, device: torch.device) -> torch.dtype:
-    name: str = config.model.dtype
-    if name == "auto":
-        name = "float32" if device.type == "cpu" else spec.dtype
-    dtype: torch.dtype = getattr(torch, name)
+    dtype: torch.dtype = getattr(torch, config.model.dtype_on(device.type, spec.dtype))
     return dtype
 
 
@@ -73,14 +70,14 @@ class Worker:
         Raises:
             ValueError: no attention backend serves it, or the checkpoint does not fit its configuration.
         """
-        backend = choose_backend(
-            self.config.worker.attention_backend,
+        needs = AttentionNeeds(
             device=self.device,
             dtype=self.dtype,
             head_dim=self.spec.head_dim,
             block_size=self.config.cache.block_size,
             soft_cap=self.spec.attention_soft_cap is not None,
         )
+        backend = choose_backend(self.config.worker.attention_backend, needs)
         self._has_graphs = self.device.type == "cuda" and backend.capturable and self.config.worker.cuda_graphs
         model = build_model(self.spec, self.group, backend, self.dtype, self.device)
         load_weights(model, self.spec, load_format=self.config.model.load_format, seed=self.config.model.seed)

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from typing import Any
 
-from cluster.errors import RequestError
 from cluster.frontend import Frontend
 from cluster.generation import Delta
-from cluster.ingress.http import DONE, ChunkEncoder, error_body, event
+from cluster.ingress.events import ChunkEncoder, answer_events
 from cluster.ingress.job import Job
 from cluster.ingress.logprobs import chat_logprobs
 from cluster.ingress.schemas import ChatBody
@@ -41,21 +40,15 @@ class ChatAnswer:
         choices = [self._choice(number, deltas) for number, deltas in enumerate(parts)]
         return {**self._head, "object": "chat.completion", "choices": choices, "usage": self._job.usage()}
 
-    async def events(self) -> AsyncGenerator[bytes, None]:
+    def events(self) -> AsyncGenerator[bytes, None]:
         head = {**self._head, "object": "chat.completion.chunk"}
         encoder = ChunkEncoder(head, includes_usage=self._body.includes_usage)
-        opening = {"role": "assistant", "content": ""}
-        for number in range(self._job.num_choices):
-            yield encoder.chunk({"index": number, "delta": opening, "logprobs": None, "finish_reason": None})
-        try:
-            async for pairs in self._job.deltas():
-                yield b"".join([encoder.chunk(self._chunk(number, delta)) for number, delta in pairs])
-        except RequestError as error:
-            yield event(error_body(error))
-            return
-        if self._body.includes_usage:
-            yield encoder.usage(self._job.usage())
-        yield DONE
+        role = {"role": "assistant", "content": ""}
+        opening = [
+            {"index": number, "delta": role, "logprobs": None, "finish_reason": None}
+            for number in range(self._job.num_choices)
+        ]
+        return answer_events(self._job, encoder, self._chunk, opening)
 
     def _choice(self, number: int, deltas: list[Delta]) -> dict[str, Any]:
         return {

@@ -6,10 +6,9 @@ import asyncio
 from collections.abc import AsyncGenerator
 from typing import Any
 
-from cluster.errors import RequestError
 from cluster.frontend import Frontend
 from cluster.generation import Delta
-from cluster.ingress.http import DONE, ChunkEncoder, error_body, event
+from cluster.ingress.events import ChunkEncoder, answer_events
 from cluster.ingress.job import Job
 from cluster.ingress.logprobs import CompletionLogprobs
 from cluster.ingress.schemas import CompletionBody
@@ -63,17 +62,9 @@ class CompletionAnswer:
         usage = self._job.usage(without_completion=self._body.only_scores_prompt)
         return {**self._head, "choices": choices, "usage": usage}
 
-    async def events(self) -> AsyncGenerator[bytes, None]:
+    def events(self) -> AsyncGenerator[bytes, None]:
         encoder = ChunkEncoder(self._head, includes_usage=self._body.includes_usage)
-        try:
-            async for pairs in self._job.deltas():
-                yield b"".join([encoder.chunk(self._streamed(number, delta)) for number, delta in pairs])
-        except RequestError as error:
-            yield event(error_body(error))
-            return
-        if self._body.includes_usage:
-            yield encoder.usage(self._job.usage())
-        yield DONE
+        return answer_events(self._job, encoder, self._streamed)
 
     def _streamed(self, number: int, delta: Delta) -> dict[str, Any]:
         choice = self._choice(number, delta)

@@ -1,4 +1,4 @@
-"""HTTP without meaning: reading bodies, error bodies, event streams, and clients that hang up.
+"""HTTP without meaning: reading bodies, error bodies, sending events, and clients that hang up.
 
 Owns what every endpoint does alike. Knows no endpoint and no tokens.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
-import json
 import logging
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import Any, TypeVar
@@ -22,7 +21,6 @@ from cluster.errors import InvalidRequest, Overloaded, RequestError
 
 log = logging.getLogger(__name__)
 
-DONE = b"data: [DONE]\n\n"
 CLIENT_CLOSED_REQUEST = 499
 RETRY_AFTER_S = 1
 MAX_MESSAGE = 2000  # characters of an error
@@ -146,25 +144,6 @@ class EventStream(Response):
             async for event in events:
                 await send({"type": "http.response.body", "body": event, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-
-def event(content: Any) -> bytes:
-    return b"data: " + msgspec.json.encode(content) + b"\n\n"
-
-
-class ChunkEncoder:
-    """Events of one stream: the part that never changes is encoded once."""
-
-    def __init__(self, head: dict[str, Any], *, includes_usage: bool) -> None:
-        self._head = b"data: " + json.dumps(head).encode()[:-1] + b',"choices":['
-        self._tail = b'],"usage":null}\n\n' if includes_usage else b"]}\n\n"
-        self._encode = msgspec.json.Encoder().encode
-
-    def chunk(self, choice: dict[str, Any]) -> bytes:
-        return self._head + self._encode(choice) + self._tail
-
-    def usage(self, usage: dict[str, object]) -> bytes:
-        return self._head + b'],"usage":' + self._encode(usage) + b"}\n\n"
 
 
 async def _wait_for_disconnect(receive: Receive) -> None:

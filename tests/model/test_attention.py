@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from workers.attention import AttentionMetadata, choose_backend
+from workers.attention import AttentionMetadata, AttentionNeeds, choose_backend
 from workers.attention.reference import ReferenceBackend
 from workers.kv_cache import KVCache
 
@@ -120,11 +120,11 @@ def test_a_rank_without_heads_computes_nothing():
 
 
 def test_the_choice_names_what_exists():
-    options = {"device": torch.device("cpu"), "dtype": torch.float32, "head_dim": 64, "block_size": 16}
-    assert choose_backend("reference", **options).name == "reference"
-    assert choose_backend("auto", **options).name
+    needs = AttentionNeeds(device=torch.device("cpu"), dtype=torch.float32, head_dim=64, block_size=16)
+    assert choose_backend("reference", needs).name == "reference"
+    assert choose_backend("auto", needs).name
     with pytest.raises(ValueError, match=r"give auto or one of .*reference"):
-        choose_backend("flash", **options)
+        choose_backend("flash", needs)
 
 
 def test_copied_blocks_are_read_before_any_is_written():

@@ -14,7 +14,7 @@ from configs.model_spec import ModelSpec
 from configs.sharding import split_heads
 from tests.support.cpu_kernels import loaded, variants_here
 from tests.support.thread_group import run_ranks
-from tests.support.tiny_models import TINY_MODELS, VOCAB_SIZE, save_tiny_model
+from tests.support.tiny_models import TINY_MODELS, VOCAB_SIZE
 from workers.attention.base import AttentionMetadata
 from workers.attention.reference import ReferenceBackend
 from workers.cpu_decoder import CpuDecoder
@@ -23,27 +23,12 @@ from workers.models import CausalLM, build_model
 from workers.parallel import ParallelError, ParallelGroup, SingleProcessGroup
 from workers.weights import load_weights
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 NUM_SEQS, BLOCKS_PER_SEQ = 4, 20
 BEST = variants_here()[:1]
 # New tokens of each sequence, step by step: whole prompts, chunks of them, decodes, and all of these in one step.
 STEPS = ([40, 0, 7, 1], [30, 50, 1, 1], [1, 1, 20, 1], [1, 1, 1, 1], [1, 40, 1, 1], [1, 1, 1, 1])
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    saved: dict[str, Path] = {}
-
-    def get(name: str) -> Path:
-        if name not in saved:
-            saved[name] = save_tiny_model(name, tmp_path_factory.mktemp(name))
-        return saved[name]
-
-    return get
 
 
 def load(directory: Path, group: ParallelGroup, dtype: torch.dtype = torch.float32) -> tuple[CausalLM, ModelSpec]:
@@ -102,13 +87,13 @@ def run_steps(model: CausalLM | CpuDecoder, cache: KVCache) -> Tensor:
 
 
 @pytest.fixture(scope="module")
-def expected(checkpoint: Callable[[str], Path]) -> Callable[[str], Tensor]:
+def expected(tiny_checkpoint: Callable[[str], Path]) -> Callable[[str], Tensor]:
     known: dict[str, Tensor] = {}
 
     def get(name: str) -> Tensor:
         if name not in known:
             group = SingleProcessGroup()
-            model, spec = load(checkpoint(name), group)
+            model, spec = load(tiny_checkpoint(name), group)
             known[name] = run_steps(model, poisoned_cache(spec, group))
         return known[name]
 
@@ -124,55 +109,55 @@ def assert_same_logits(actual: Tensor, expected: Tensor, tolerance: float = 1e-5
 
 @pytest.mark.parametrize("variant", variants_here())
 @pytest.mark.parametrize("name", TINY_MODELS)
-def test_every_architecture_has_the_logits_of_pytorch(name, variant, checkpoint, expected):
+def test_every_architecture_has_the_logits_of_pytorch(name, variant, tiny_checkpoint, expected):
     group = SingleProcessGroup()
     for num_threads, block_size in ((1, 9), (2, 16)):
-        model = decoder(checkpoint(name), group, variant, num_threads=num_threads)
-        cache = poisoned_cache(ModelSpec.from_directory(checkpoint(name)), group, block_size=block_size)
+        model = decoder(tiny_checkpoint(name), group, variant, num_threads=num_threads)
+        cache = poisoned_cache(ModelSpec.from_directory(tiny_checkpoint(name)), group, block_size=block_size)
         assert_same_logits(run_steps(model, cache), expected(name))
 
 
 @pytest.mark.parametrize("variant", BEST)
 @pytest.mark.parametrize("name", ["llama-biases", "smollm2", "gemma3", "qwen3"])
 @pytest.mark.parametrize("num_ranks", [2, 3, 11])
-def test_ranks_have_the_logits_of_one_process(name, variant, num_ranks, checkpoint, expected):
+def test_ranks_have_the_logits_of_one_process(name, variant, num_ranks, tiny_checkpoint, expected):
     """With 11 ranks some hold no head, and some nothing at all of the vocabulary."""
 
     def work(group: ParallelGroup) -> Tensor:
-        model = decoder(checkpoint(name), group, variant, num_threads=1)
-        return run_steps(model, poisoned_cache(ModelSpec.from_directory(checkpoint(name)), group))
+        model = decoder(tiny_checkpoint(name), group, variant, num_threads=1)
+        return run_steps(model, poisoned_cache(ModelSpec.from_directory(tiny_checkpoint(name)), group))
 
     for of_rank in run_ranks(num_ranks, work):
         assert_same_logits(of_rank, expected(name), 2e-5)
 
 
 @pytest.mark.parametrize("variant", variants_here())
-def test_sixteen_bits_are_as_near_as_those_of_pytorch(variant, checkpoint, expected):
+def test_sixteen_bits_are_as_near_as_those_of_pytorch(variant, tiny_checkpoint, expected):
     group = SingleProcessGroup()
     for name in ("smollm2", "gemma3"):
-        of_pytorch, spec = load(checkpoint(name), group, torch.bfloat16)
+        of_pytorch, spec = load(tiny_checkpoint(name), group, torch.bfloat16)
         theirs = run_steps(of_pytorch, poisoned_cache(spec, group, dtype=torch.bfloat16))
         ours = run_steps(
-            decoder(checkpoint(name), group, variant, weight_format="bfloat16"),
+            decoder(tiny_checkpoint(name), group, variant, weight_format="bfloat16"),
             poisoned_cache(spec, group, dtype=torch.bfloat16),
         )
         assert (ours - expected(name)).abs().mean() < 1.1 * (theirs - expected(name)).abs().mean()
 
 
 @pytest.mark.parametrize("variant", variants_here())
-def test_eight_bits_stay_near(variant, checkpoint, expected):
+def test_eight_bits_stay_near(variant, tiny_checkpoint, expected):
     group = SingleProcessGroup()
     for name in ("smollm2", "gemma3"):
-        model = decoder(checkpoint(name), group, variant, weight_format="int8")
-        actual = run_steps(model, poisoned_cache(ModelSpec.from_directory(checkpoint(name)), group))
+        model = decoder(tiny_checkpoint(name), group, variant, weight_format="int8")
+        actual = run_steps(model, poisoned_cache(ModelSpec.from_directory(tiny_checkpoint(name)), group))
         error = (actual - expected(name)).pow(2).mean().sqrt() / expected(name).std()
         assert error < 0.045
 
 
 @pytest.mark.parametrize("variant", BEST)
-def test_float32_weights_that_are_bfloat16_numbers_take_half_the_memory(variant, checkpoint, expected):
+def test_float32_weights_that_are_bfloat16_numbers_take_half_the_memory(variant, tiny_checkpoint, expected):
     group = SingleProcessGroup()
-    model, spec = load(checkpoint("smollm2"), group)
+    model, spec = load(tiny_checkpoint("smollm2"), group)
     for parameter in model.parameters():
         parameter.data = parameter.bfloat16().float()
     theirs = run_steps(model, poisoned_cache(spec, group))
@@ -183,17 +168,17 @@ def test_float32_weights_that_are_bfloat16_numbers_take_half_the_memory(variant,
 
 
 @pytest.mark.parametrize("variant", BEST)
-def test_another_cache_starts_anew(variant, checkpoint, expected):
+def test_another_cache_starts_anew(variant, tiny_checkpoint, expected):
     group = SingleProcessGroup()
-    model = decoder(checkpoint("smollm2"), group, variant)
-    spec = ModelSpec.from_directory(checkpoint("smollm2"))
+    model = decoder(tiny_checkpoint("smollm2"), group, variant)
+    spec = ModelSpec.from_directory(tiny_checkpoint("smollm2"))
     for block_size in (16, 32):
         cache = poisoned_cache(spec, group, block_size=block_size)
         assert_same_logits(run_steps(model, cache), expected("smollm2"))
 
 
 @pytest.mark.parametrize("variant", BEST)
-def test_a_lost_peer_ends_the_step_with_its_error(variant, checkpoint):
+def test_a_lost_peer_ends_the_step_with_its_error(variant, tiny_checkpoint):
     class Lonely(SingleProcessGroup):
         size = 2
 
@@ -205,7 +190,7 @@ def test_a_lost_peer_ends_the_step_with_its_error(variant, checkpoint):
             raise ParallelError("rank 0 lost a peer")
 
     group = Lonely()
-    model = decoder(checkpoint("smollm2"), group, variant)
-    cache = poisoned_cache(ModelSpec.from_directory(checkpoint("smollm2")), group)
+    model = decoder(tiny_checkpoint("smollm2"), group, variant)
+    cache = poisoned_cache(ModelSpec.from_directory(tiny_checkpoint("smollm2")), group)
     with pytest.raises(ParallelError, match="lost a peer"):
         run_steps(model, cache)

@@ -27,7 +27,7 @@ def run(batch, step_plan, sampled=7):
     """Apply and advance, as if every row that samples had sampled `sampled`."""
     batch.apply(step_plan)
     rows = batch.rows_of(step_plan)
-    seq_ids = batch.seq_ids[rows.sampling_slots]
+    seq_ids = batch.table.seq_ids[rows.sampling_slots]
     tokens = torch.full((len(rows.sampling),), sampled)
     batch.advance(rows, tokens)
     batch.note_sampled(rows, seq_ids, tokens.numpy().astype("int32"))
@@ -75,9 +75,9 @@ def test_blocks_are_appended_in_order_to_several_slots():
     admits = [admitted(slot, [1] * 14, [slot]) for slot in (0, 1)]
     run(batch, plan(0, admit=admits, prefill=[(0, 0, 4), (1, 0, 4)]))
     run(batch, plan(1, grown=[(1, 7), (0, 4), (1, 8), (1, 9)], prefill=[(0, 4, 4), (1, 4, 10)]))
-    assert batch.block_table[1, :4].tolist() == [1, 7, 8, 9]
-    assert batch.block_table[0, :2].tolist() == [0, 4]
-    assert batch.num_seq_blocks[:2].tolist() == [2, 4]
+    assert batch.table.block_table[1, :4].tolist() == [1, 7, 8, 9]
+    assert batch.table.block_table[0, :2].tolist() == [0, 4]
+    assert batch.table.num_seq_blocks[:2].tolist() == [2, 4]
 
 
 def test_a_prefix_hit_in_mid_prompt_skips_ahead():
@@ -94,7 +94,7 @@ def test_a_slot_may_change_hands_in_one_step():
     run(batch, plan(0, admit=[admitted(0, [1, 2], [0], seq_id=5)], prefill=[(0, 0, 2)]))
     rows = run(batch, plan(1, released=[0], admit=[admitted(0, [3, 4, 5], [1], seq_id=6)], prefill=[(0, 0, 3)]))
     assert rows.token_ids.tolist() == [3, 4, 5]
-    assert batch.seq_ids[0] == 6
+    assert batch.table.seq_ids[0] == 6
 
 
 def test_a_token_that_arrives_late_does_not_touch_the_slots_next_owner():
@@ -102,11 +102,11 @@ def test_a_token_that_arrives_late_does_not_touch_the_slots_next_owner():
     first = plan(0, admit=[admitted(0, [1, 2], [0], seq_id=5)], prefill=[(0, 0, 2)])
     batch.apply(first)
     rows = batch.rows_of(first)
-    seq_ids = batch.seq_ids[rows.sampling_slots]
+    seq_ids = batch.table.seq_ids[rows.sampling_slots]
     batch.advance(rows, torch.tensor([7]))
     batch.apply(plan(1, released=[0], admit=[admitted(0, [3, 4, 6, 8], [1], seq_id=6)]))
     batch.note_sampled(rows, seq_ids, int32([7]))
-    assert batch.token_ids[0, :4].tolist() == [3, 4, 6, 8]
+    assert batch.table.token_ids[0, :4].tolist() == [3, 4, 6, 8]
 
 
 def test_tokens_of_a_prompt_are_rotated_for_the_whole_prompt_under_dynamic_rope():

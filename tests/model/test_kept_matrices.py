@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from configs.matrices import num_parameters, rank_weight_bytes, weight_bytes
 from configs.model_spec import ModelSpec
 from configs.quantization import QuantizationSpec
 from tests.support.quantized_runs import LAYER, Checkpoints, load, logits
@@ -25,15 +26,12 @@ from workers.quantization.slices import MatrixPart
 from workers.quantization.source import READERS
 from workers.weights import SafetensorsSource
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
     return Checkpoints(tmp_path_factory.mktemp("quantised"))
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 KEPT = [
@@ -94,10 +92,10 @@ def test_the_spec_knows_the_bytes_of_every_rank_whatever_is_kept(
         return sum(tensor.nbytes for tensor in [*model.parameters(), *tensors])
 
     for num_ranks in (1, 2, 3):
-        expected = [spec.rank_weight_bytes(rank, num_ranks, "bfloat16", kept=True) for rank in range(num_ranks)]
+        expected = [rank_weight_bytes(spec, rank, num_ranks, "bfloat16", kept=True) for rank in range(num_ranks)]
         assert run_ranks(num_ranks, held) == expected
-    assert spec.weight_bytes("bfloat16", kept=True) < spec.weight_bytes("bfloat16") == 2 * spec.num_parameters
-    assert spec.weight_bytes("float32", kept=True) == spec.weight_bytes("float32") == 4 * spec.num_parameters
+    assert weight_bytes(spec, "bfloat16", kept=True) < weight_bytes(spec, "bfloat16") == 2 * num_parameters(spec)
+    assert weight_bytes(spec, "float32", kept=True) == weight_bytes(spec, "float32") == 4 * num_parameters(spec)
 
 
 def test_a_matrix_whose_cut_splits_a_group_and_one_that_is_ignored_are_dequantised(
@@ -165,7 +163,7 @@ def test_the_log_says_that_weights_are_dequantised_why_and_with_how_many_bytes(
     spec = ModelSpec.from_directory(checkpoint("gptq")[0])
     with caplog.at_level(logging.INFO, logger="workers.quantization.placement"):
         assert choose_kernel(spec, SingleProcessGroup(), torch.bfloat16, torch.device("cpu")) is None
-    megabytes = f"{2 * spec.num_parameters / 1e6:.1f} MB"
+    megabytes = f"{2 * num_parameters(spec) / 1e6:.1f} MB"
     expected = f"gptq, 4 bits, groups of 32, dequantised to bfloat16 at load: {megabytes} (no kernel for them on cpu)"
     assert expected in caplog.text
     assert spec.quantization is not None

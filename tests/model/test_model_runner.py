@@ -120,7 +120,7 @@ def test_blocks_are_copied_before_anything_is_computed():
     fork = admitted(1, prompt, [6], num_cached_tokens=2)
     result = runner.execute(plan(1, admit=[fork], copies=[(5, 6)], prefill=[(1, 2, 1)], decode=[(0, -1)]))
     assert result.tokens.tolist() == [continuation(prompt, 1)[0], continuation(prompt, 2)[1]]
-    with pytest.raises(PlanError, match="copy of blocks"):
+    with pytest.raises(PlanError, match="copied blocks"):
         runner.execute(plan(2, copies=[(5, 99)], decode=[(0, -1)]))
 
 

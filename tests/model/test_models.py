@@ -14,32 +14,17 @@ from configs.model_spec import ModelSpec
 from configs.sharding import split_heads
 from tests.support.dense_attention import DenseAttention
 from tests.support.thread_group import run_ranks
-from tests.support.tiny_models import TINY_MODELS, VOCAB_SIZE, make_tiny_model, save_tiny_model
+from tests.support.tiny_models import TINY_MODELS, VOCAB_SIZE, make_tiny_model
 from workers.attention.base import AttentionMetadata
 from workers.kv_cache import KVCache
 from workers.models import CausalLM, build_model
 from workers.parallel import ParallelGroup, SingleProcessGroup
 from workers.weights import load_weights
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 BLOCK_SIZE = 16
 NUM_TOKENS = 150  # past every tiny model's window (24) and original rope length (64)
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    saved: dict[str, Path] = {}
-
-    def get(name: str) -> Path:
-        if name not in saved:
-            saved[name] = save_tiny_model(name, tmp_path_factory.mktemp(name))
-        return saved[name]
-
-    return get
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 def random_tokens(num_tokens: int, seed: int = 0) -> Tensor:
@@ -94,12 +79,12 @@ def assert_same_logits(actual: Tensor, expected: Tensor, tolerance: float = 1e-4
 
 @pytest.mark.parametrize("name", TINY_MODELS)
 def test_logits_equal_those_of_transformers_for_any_number_of_ranks(
-    name: str, checkpoint: Callable[[str], Path]
+    name: str, tiny_checkpoint: Callable[[str], Path]
 ) -> None:
     token_ids = random_tokens(NUM_TOKENS)
     expected = expected_logits(name, token_ids)
     assert expected.std() > 0.3, "a reference that hardly varies proves nothing"
-    directory = checkpoint(name)
+    directory = tiny_checkpoint(name)
 
     def logits(group: ParallelGroup) -> Tensor:
         return Runner(directory, group).step([(0, 0, token_ids)], rope_lens=[NUM_TOKENS])
@@ -111,18 +96,18 @@ def test_logits_equal_those_of_transformers_for_any_number_of_ranks(
 
 
 @pytest.mark.parametrize("name", ["smollm2", "gemma3", "qwen3"])
-def test_ranks_beyond_the_heads_hold_none_and_change_nothing(name: str, checkpoint: Callable[[str], Path]) -> None:
+def test_ranks_beyond_the_heads_hold_none_and_change_nothing(name: str, tiny_checkpoint: Callable[[str], Path]) -> None:
     token_ids = random_tokens(20)
-    directory = checkpoint(name)
+    directory = tiny_checkpoint(name)
     results = run_ranks(11, lambda group: Runner(directory, group).step([(0, 0, token_ids)]))
     assert_same_logits(results[0], expected_logits(name, token_ids))
 
 
 @pytest.mark.parametrize("name", TINY_MODELS)
 def test_chunked_prefill_and_decode_of_packed_sequences_equal_one_whole_prefill(
-    name: str, checkpoint: Callable[[str], Path]
+    name: str, tiny_checkpoint: Callable[[str], Path]
 ) -> None:
-    runner = Runner(checkpoint(name), SingleProcessGroup())
+    runner = Runner(tiny_checkpoint(name), SingleProcessGroup())
     first, second = random_tokens(90, seed=1), random_tokens(61, seed=2)
     first_prompt, second_prompt = 90, 58
     logits: dict[int, list[Tensor]] = {0: [], 1: []}
@@ -145,18 +130,20 @@ def test_chunked_prefill_and_decode_of_packed_sequences_equal_one_whole_prefill(
 
 
 @pytest.mark.parametrize("name", ["llama3", "qwen3", "gemma3"])
-def test_bfloat16_follows_transformers_in_bfloat16(name: str, checkpoint: Callable[[str], Path]) -> None:
+def test_bfloat16_follows_transformers_in_bfloat16(name: str, tiny_checkpoint: Callable[[str], Path]) -> None:
     token_ids = random_tokens(40)
     reference = make_tiny_model(name).to(torch.bfloat16)
     with torch.no_grad():
         expected = reference(token_ids.unsqueeze(0)).logits[0].float()
-    actual = Runner(checkpoint(name), SingleProcessGroup(), torch.bfloat16).step([(0, 0, token_ids)])
+    actual = Runner(tiny_checkpoint(name), SingleProcessGroup(), torch.bfloat16).step([(0, 0, token_ids)])
     exact = expected_logits(name, token_ids)
     # Rounding is as large as transformers' own, not larger.
     assert (actual - exact).abs().mean() < 1.3 * (expected - exact).abs().mean()
 
 
-def test_dynamic_rope_without_lengths_is_exact_within_the_original_length(checkpoint: Callable[[str], Path]) -> None:
+def test_dynamic_rope_without_lengths_is_exact_within_the_original_length(
+    tiny_checkpoint: Callable[[str], Path],
+) -> None:
     token_ids = random_tokens(64)
-    runner = Runner(checkpoint("llama-dynamic"), SingleProcessGroup())
+    runner = Runner(tiny_checkpoint("llama-dynamic"), SingleProcessGroup())
     assert_same_logits(runner.step([(0, 0, token_ids)]), expected_logits("llama-dynamic", token_ids))

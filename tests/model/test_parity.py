@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-import torch
 
 from scheduler.sampling_params import SamplingParams
 from tests.support.parity import SETTINGS, Ranks, Setting, greedy_reference, make_prompts
 from tests.support.tiny_models import TINY_MODELS, VOCAB_SIZE, make_tiny_model, save_tiny_model
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 PROMPT_LENGTHS = (1, 3, 16, 17, 64, 70, 130)
 NUM_TOKENS = 8
@@ -36,14 +37,6 @@ class Reference:
     def continuation(self, prompt, num_tokens):
         # A new model each time: transformers' dynamic rope remembers the longest sequence it has seen.
         return greedy_reference(make_tiny_model(self.name), prompt, num_tokens)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module", params=TINY_MODELS)

@@ -34,15 +34,12 @@ from workers.quantization.slices import MatrixPart
 from workers.quantization.source import READERS
 from workers.weights import SafetensorsSource, load_weights
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
     return Checkpoints(tmp_path_factory.mktemp("quantised"))
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 @pytest.mark.parametrize("name", SCHEMES)

@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-import torch
 
 from cluster.local import LocalEngine
 from scheduler.sampling_params import SamplingParams
 from tests.support.parity import Ranks, Setting, make_prompts
 from tests.support.tiny_models import VOCAB_SIZE, save_tiny_model
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 NUM_TOKENS = 20
 KINDS = [
@@ -115,11 +116,3 @@ def test_an_unseeded_sequence_takes_the_seed_it_was_given(ranks):
     params = SamplingParams(max_tokens=12, ignore_eos=True)
     completions = ranks.engine(Setting()).generate([PROMPTS[9]] * 2, params)
     assert completions[0].token_ids != completions[1].token_ids
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import tests.support.triton_interpreter  # noqa: F401  before any kernel
-from workers.attention import AttentionMetadata, choose_backend
+from workers.attention import AttentionMetadata, AttentionNeeds, choose_backend
 from workers.attention.reference import ReferenceBackend
 from workers.attention.triton_paged import PairedBackend, TritonPagedBackend, probe
 from workers.kernels.triton import decode
@@ -135,10 +135,10 @@ def test_two_backends_may_share_the_work():
 
 @pytest.mark.parametrize("name", ["triton", "flash_attn", "fa3", "fa4", "fa4+triton"])
 def test_without_a_gpu_the_log_says_why_not(name):
-    options = {"device": torch.device("cpu"), "dtype": torch.bfloat16, "head_dim": 64, "block_size": 256}
+    needs = AttentionNeeds(device=torch.device("cpu"), dtype=torch.bfloat16, head_dim=64, block_size=256)
     with pytest.raises(ValueError, match="it needs a CUDA device, not cpu"):
-        choose_backend(name, **options)
-    assert choose_backend("auto", **options).name == "reference"
+        choose_backend(name, needs)
+    assert choose_backend("auto", needs).name == "reference"
 
 
 def test_a_trial_call_tells_backends_that_work_from_those_that_do_not():
@@ -150,7 +150,7 @@ def test_a_trial_call_tells_backends_that_work_from_those_that_do_not():
         def __init__(self):
             raise ImportError("undefined symbol: torch_of_last_year\nand a long story")
 
-    case = (torch.device("cpu"), torch.float16, 64, 16, False)
-    assert probe(TritonPagedBackend, *case) is None
-    assert "was off by" in probe(Forgetful, *case)
-    assert probe(Absent, *case) == "a trial call failed (ImportError: undefined symbol: torch_of_last_year)"
+    needs = AttentionNeeds(device=torch.device("cpu"), dtype=torch.float16, head_dim=64, block_size=16)
+    assert probe(TritonPagedBackend, needs) is None
+    assert "was off by" in probe(Forgetful, needs)
+    assert probe(Absent, needs) == "a trial call failed (ImportError: undefined symbol: torch_of_last_year)"

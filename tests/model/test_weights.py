@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from configs.matrices import num_rank_parameters
 from configs.model_spec import ModelSpec
 from tests.support.dense_attention import DenseAttention
 from tests.support.thread_group import ThreadGroup, run_ranks
@@ -100,7 +101,7 @@ def test_the_spec_counts_the_parameters_of_every_rank(name: str, num_ranks: int,
     (tmp_path / "config.json").write_text(json.dumps({**config, "architectures": [f"{architecture}ForCausalLM"]}))
     spec = ModelSpec.from_directory(tmp_path)
     held = run_ranks(num_ranks, lambda group: sum(p.numel() for p in build(tmp_path, group).parameters()))
-    assert held == [spec.num_rank_parameters(rank, num_ranks) for rank in range(num_ranks)]
+    assert held == [num_rank_parameters(spec, rank, num_ranks) for rank in range(num_ranks)]
 
 
 def test_a_checkpoint_in_several_files_is_read_by_its_index(directory: Path) -> None:

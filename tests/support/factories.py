@@ -57,10 +57,10 @@ class Story:
         about = {name: options.pop(name) for name in names if name in options}
         token_ids = options.pop("token_ids", None) or list(range(first, first + num_tokens))
         params = SamplingParams(**({"max_tokens": 8} | options))
-        self.scheduler.add(Request(request_id=request_id, token_ids=token_ids, sampling_params=params, **about), 0.0)
+        self.scheduler.add(Request(request_id=request_id, token_ids=token_ids, sampling_params=params, **about))
 
     def schedule(self) -> StepPlan | None:
-        plan = self.scheduler.schedule(0.0)
+        plan = self.scheduler.schedule()
         self.scheduler.check_integrity()
         if plan is not None:
             self.plans.append(plan)
@@ -72,7 +72,7 @@ class Story:
         slots = self._sampling[plan.engine_epoch, plan.step]
         tokens = [say if isinstance(say, int) else say.get(slot, 500) for slot in slots]
         result = StepResult(plan.engine_epoch, plan.step, int32(slots), int32(tokens), **extra)
-        outputs = self.scheduler.postprocess(result, 0.0)
+        outputs = self.scheduler.postprocess(result)
         self.scheduler.check_integrity()
         for output in outputs:
             self.outputs.setdefault((output.request_id, output.index), []).append(output)

@@ -70,7 +70,7 @@ class Drive:
     # --- what may happen ----------------------------------------------------------------------------------------
 
     def add(self, request: Request) -> None:
-        self.scheduler.add(request, 0.0)
+        self.scheduler.add(request)
         params = request.sampling_params
         prompt, known = list(request.token_ids), request.num_delivered_tokens
         base, delivered = prompt[: len(prompt) - known], prompt[len(prompt) - known :]
@@ -108,7 +108,7 @@ class Drive:
         if self.scheduler.num_steps_in_flight == self.scheduler.max_steps_in_flight:
             return None
         num_preemptions = self.scheduler.stats().num_preemptions
-        plan = self.scheduler.schedule(0.0)
+        plan = self.scheduler.schedule()
         self.events["preemptions"] += self.scheduler.stats().num_preemptions - num_preemptions
         if plan is None:
             assert self.scheduler.num_steps_in_flight or not self.scheduler.has_unfinished, (
@@ -126,7 +126,7 @@ class Drive:
             return []
         result = self.results.popleft()
         is_void = result.engine_epoch != self.epoch
-        outputs = self.scheduler.postprocess(result, 0.0)
+        outputs = self.scheduler.postprocess(result)
         assert not (is_void and outputs), "a result of an earlier epoch is dropped"
         self.events["results of an earlier epoch"] += is_void
         self.events["stale tokens"] += 0 if is_void else len(result.slots) - len(outputs)

@@ -133,7 +133,7 @@ def test_a_full_disk_is_said_in_a_line():
         pytest.raises(UsageError, match="the answers cannot be written: No space left on device"),
         opened(Path("/dev/full")) as sink,
     ):
-        _publish(Answer(Prompt(0, text="hi"), "ho"), sink, Console(), False)
+        _publish(Answer(Prompt(0, text="hi"), "ho"), sink, False)
 
 
 def test_a_prompt_becomes_a_conversation_where_the_template_is_wanted():

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from configs.matrices import num_parameters, num_rank_parameters, weight_bytes
 from configs.model_spec import ModelSpec
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -53,8 +54,8 @@ def gemma(**changes: Any) -> dict[str, Any]:
 
 def test_smollm2_has_the_size_its_authors_give(tmp_path: Path) -> None:
     spec = read(tmp_path)
-    assert spec.num_parameters == 134_515_008
-    assert spec.weight_bytes("float32") == 538_060_032
+    assert num_parameters(spec) == 134_515_008
+    assert weight_bytes(spec, "float32") == 538_060_032
     assert spec.kv_bytes_per_token("bfloat16") == 30 * 2 * 3 * 64 * 2
     assert (spec.head_dim, spec.attention_scale, spec.dtype) == (64, 0.125, "bfloat16")
 
@@ -62,7 +63,7 @@ def test_smollm2_has_the_size_its_authors_give(tmp_path: Path) -> None:
 def test_ranks_together_hold_the_matrices_once_and_the_norms_each(tmp_path: Path) -> None:
     spec = read(tmp_path)
     norms = (2 * 30 + 1) * 576
-    assert sum(spec.num_rank_parameters(rank, 2) for rank in range(2)) == spec.num_parameters + norms
+    assert sum(num_rank_parameters(spec, rank, 2) for rank in range(2)) == num_parameters(spec) + norms
 
 
 def test_both_layouts_of_rope_mean_the_same(tmp_path: Path) -> None:

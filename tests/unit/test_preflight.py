@@ -14,6 +14,7 @@ from cluster.identity import Identity, check_same, model_fingerprint, source_has
 from cluster.placement import NodeResources, plan_groups
 from cluster.preflight import check_memory, check_port_free, check_table, compute_budget, listen
 from cluster.ray_environment import check_reachable, choose_address, ray_environment
+from configs.matrices import weight_bytes
 from configs.model_spec import ModelSpec
 from configs.schema import CacheConfig, EngineConfig, ModelConfig, ParallelConfig
 
@@ -59,7 +60,7 @@ def test_the_bytes_of_a_rank_follow_its_heads(spec):
     assert (first.shard.num_kv_heads, second.shard.num_kv_heads) == (2, 1)
     assert first.kv_bytes_per_token == 2 * second.kv_bytes_per_token
     assert first.weight_bytes > second.weight_bytes
-    assert first.weight_bytes + second.weight_bytes == pytest.approx(spec.weight_bytes("float32"), rel=0.01)
+    assert first.weight_bytes + second.weight_bytes == pytest.approx(weight_bytes(spec, "float32"), rel=0.01)
 
 
 def test_the_dtype_is_float32_on_cpu_and_the_checkpoints_on_gpu(spec):

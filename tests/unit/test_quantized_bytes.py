@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from cluster.preflight import compute_budget
-from configs.matrices import split_inner
+from configs.matrices import num_parameters, num_rank_parameters, rank_weight_bytes, split_inner, weight_bytes
 from configs.model_spec import ModelSpec
 from configs.schema import EngineConfig, ModelConfig, ParallelConfig
 
@@ -46,7 +46,7 @@ def read(tmp_path: Path):
 
 @pytest.mark.parametrize(("quantization", "layer_bytes"), [(FP8, FP8_BYTES), (GPTQ, INT4_BYTES)])
 def test_kept_weights_take_their_bits_and_their_scales(quantization, layer_bytes, read):
-    assert read(quantization).weight_bytes("bfloat16", kept=True) == 32 * layer_bytes + 2 * OTHER_PARAMETERS
+    assert weight_bytes(read(quantization), "bfloat16", kept=True) == 32 * layer_bytes + 2 * OTHER_PARAMETERS
 
 
 @pytest.mark.parametrize(
@@ -55,19 +55,19 @@ def test_kept_weights_take_their_bits_and_their_scales(quantization, layer_bytes
 )
 def test_what_no_kernel_takes_is_counted_as_dequantised(quantization, read):
     whole = 2 * (32 * LAYER_PARAMETERS + OTHER_PARAMETERS)
-    assert read(quantization).weight_bytes("bfloat16", kept=True) == whole
+    assert weight_bytes(read(quantization), "bfloat16", kept=True) == whole
 
 
 def test_a_module_that_the_checkpoint_leaves_alone_is_counted_in_full(read):
     spec = read(FP8 | {"modules_to_not_convert": ["lm_head", "model.layers.3.mlp.down_proj"]})
     saved = 4096 * 14336 - 4 * 4096
-    assert spec.weight_bytes("bfloat16", kept=True) == read(FP8).weight_bytes("bfloat16", kept=True) + saved
+    assert weight_bytes(spec, "bfloat16", kept=True) == weight_bytes(read(FP8), "bfloat16", kept=True) + saved
 
 
 def test_a_fused_product_is_kept_only_if_all_its_modules_are_quantised(read):
     spec = read(FP8 | {"modules_to_not_convert": ["model.layers.0.self_attn.k_proj"]})
     saved = 4096 * 6144 - 4 * 6144
-    assert spec.weight_bytes("bfloat16", kept=True) == read(FP8).weight_bytes("bfloat16", kept=True) + saved
+    assert weight_bytes(spec, "bfloat16", kept=True) == weight_bytes(read(FP8), "bfloat16", kept=True) + saved
 
 
 @pytest.mark.parametrize("num_ranks", [3, 4, 5, 16])
@@ -75,14 +75,14 @@ def test_the_mlp_is_cut_where_groups_end_so_that_every_rank_keeps_few_bits(num_r
     spec = read(GPTQ)
     parts = split_inner(spec, num_ranks)
     assert all(part.start % 128 == len(part) % 128 == 0 for part in parts) and parts[-1].stop == 14336
-    held = [spec.rank_weight_bytes(rank, num_ranks, "bfloat16", kept=True) for rank in range(num_ranks)]
+    held = [rank_weight_bytes(spec, rank, num_ranks, "bfloat16", kept=True) for rank in range(num_ranks)]
     norms_and_kv_heads = 1.01 if num_ranks <= 8 else 1.03
-    assert sum(held) < norms_and_kv_heads * spec.weight_bytes("bfloat16", kept=True)
+    assert sum(held) < norms_and_kv_heads * weight_bytes(spec, "bfloat16", kept=True)
 
 
 def test_a_cut_inside_a_group_costs_that_matrix_its_bits(read):
     small, large = (read(GPTQ | {"group_size": size}) for size in (128, 1024))
-    fits, splits = (spec.rank_weight_bytes(0, 16, "bfloat16", kept=True) for spec in (small, large))
+    fits, splits = (rank_weight_bytes(spec, 0, 16, "bfloat16", kept=True) for spec in (small, large))
     columns = 256 + 896  # of a sixteenth of the heads, and of the MLP's 14 groups of 1024
     assert splits - fits == pytest.approx(32 * 4096 * columns * (2 - 0.5), rel=0.05)
 
@@ -91,11 +91,11 @@ def test_the_budget_counts_full_precision_on_a_cpu_and_few_bits_on_a_gpu(read):
     spec = read(GPTQ)
     config = EngineConfig(model=ModelConfig(path="llama"), parallel=ParallelConfig(tensor_parallel_size=2))
     on_cpu, on_gpu = (compute_budget(config, spec, device).ranks[0].weight_bytes for device in ("cpu", "cuda"))
-    assert on_cpu == spec.rank_weight_bytes(0, 2, "float32") == 4 * spec.num_rank_parameters(0, 2)
-    assert on_gpu == spec.rank_weight_bytes(0, 2, "bfloat16", kept=True) < on_cpu / 5
+    assert on_cpu == rank_weight_bytes(spec, 0, 2, "float32") == 4 * num_rank_parameters(spec, 0, 2)
+    assert on_gpu == rank_weight_bytes(spec, 0, 2, "bfloat16", kept=True) < on_cpu / 5
 
 
 def test_random_weights_are_counted_in_full(read):
     spec = read(GPTQ)
     config = EngineConfig(model=ModelConfig(path="llama", load_format="random"))
-    assert compute_budget(config, spec, "cuda").ranks[0].weight_bytes == 2 * spec.num_parameters
+    assert compute_budget(config, spec, "cuda").ranks[0].weight_bytes == 2 * num_parameters(spec)

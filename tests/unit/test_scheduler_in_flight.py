@@ -156,7 +156,7 @@ def test_a_result_that_answers_no_plan_is_an_error(step: int, slots: list[int]) 
     story.add("a", 6)
     story.schedule()
     with pytest.raises(StepMismatchError, match=f"result of step {step} for {len(slots)} slots; expected step 0 for 1"):
-        story.scheduler.postprocess(StepResult(0, step, int32(slots), int32([5] * len(slots))), 0.0)
+        story.scheduler.postprocess(StepResult(0, step, int32(slots), int32([5] * len(slots))))
 
 
 def test_a_result_twice_is_an_error() -> None:

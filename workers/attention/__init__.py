@@ -9,11 +9,9 @@ from __future__ import annotations
 import logging
 from importlib import import_module
 
-import torch
+from workers.attention.base import AttentionBackend, AttentionMetadata, AttentionNeeds
 
-from workers.attention.base import AttentionBackend, AttentionMetadata
-
-__all__ = ["AttentionBackend", "AttentionMetadata", "choose_backend"]
+__all__ = ["AttentionBackend", "AttentionMetadata", "AttentionNeeds", "choose_backend"]
 
 log = logging.getLogger(__name__)
 
@@ -27,38 +25,23 @@ _BACKENDS = {
 }
 
 
-def choose_backend(
-    name: str,
-    *,
-    device: torch.device,
-    dtype: torch.dtype,
-    head_dim: int,
-    block_size: int,
-    soft_cap: bool = False,
-) -> AttentionBackend:
-    """The backend called `name`, or with "auto" the first that can serve such a model on this device.
+def choose_backend(name: str, needs: AttentionNeeds) -> AttentionBackend:
+    """The backend called `name`, or with "auto" the first that can serve `needs`.
 
     Raises:
         ValueError: no such backend, or it cannot serve the model here; the message says why.
     """
     if "+" in name:
-        parts = [
-            choose_backend(
-                part, device=device, dtype=dtype, head_dim=head_dim, block_size=block_size, soft_cap=soft_cap
-            )
-            for part in name.split("+", 1)
-        ]
-        return _pair(parts[0], parts[1])
+        prefill, decode = name.split("+", 1)
+        return _pair(choose_backend(prefill, needs), choose_backend(decode, needs))
     if name != "auto" and name not in _BACKENDS:
         raise ValueError(f"worker.attention_backend is {name!r}; give auto or one of {', '.join(_BACKENDS)}")
     refusals: list[str] = []
     for candidate in _BACKENDS if name == "auto" else (name,):
         backend = _load(candidate)
-        reason = backend.unavailable_reason(
-            device=device, dtype=dtype, head_dim=head_dim, block_size=block_size, soft_cap=soft_cap
-        )
+        reason = backend.unavailable_reason(needs)
         if reason is None:
-            skipped = f" ({'; '.join(refusals)})" if refusals and device.type != "cpu" else ""
+            skipped = f" ({'; '.join(refusals)})" if refusals and needs.device.type != "cpu" else ""
             log.info("attention backend: %s%s", candidate, skipped)
             return backend()
         refusals.append(f"{candidate}: {reason}")

@@ -77,6 +77,17 @@ class AttentionMetadata:
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionNeeds:
+    """What a backend would have to serve: a model's heads, in this precision, on this device."""
+
+    device: torch.device
+    dtype: torch.dtype
+    head_dim: int
+    block_size: int
+    soft_cap: bool = False  # whether scores are capped
+
+
 class AttentionBackend(ABC):
     """Stores keys and values in the paged cache and attends over it.
 
@@ -88,10 +99,8 @@ class AttentionBackend(ABC):
     capturable: ClassVar[bool] = False  # whether a CUDA graph may hold its decode rows: it reads nothing back
 
     @classmethod
-    def unavailable_reason(
-        cls, *, device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int, soft_cap: bool
-    ) -> str | None:
-        """Why this backend cannot serve such a model here; None if it can."""
+    def unavailable_reason(cls, needs: AttentionNeeds) -> str | None:
+        """Why this backend cannot serve them; None if it can."""
         return None
 
     @abstractmethod

@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from workers.attention.base import AttentionMetadata
+from workers.attention.base import AttentionMetadata, AttentionNeeds
 from workers.attention.triton_paged import TritonPagedBackend
 from workers.kernels.available import describe
 
@@ -39,27 +39,23 @@ class FlashBackend(TritonPagedBackend):
         self._library: ModuleType = import_module(self.module)
 
     @classmethod
-    def unavailable_reason(
-        cls, *, device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int, soft_cap: bool
-    ) -> str | None:
-        if device.type != "cuda":
-            return f"it needs a CUDA device, not {device.type}"
-        capability = torch.cuda.get_device_capability(device)
+    def unavailable_reason(cls, needs: AttentionNeeds) -> str | None:
+        if needs.device.type != "cuda":
+            return f"it needs a CUDA device, not {needs.device.type}"
+        capability = torch.cuda.get_device_capability(needs.device)
         if capability[0] not in cls.capabilities:
             return f"it does not serve compute capability {capability[0]}.{capability[1]}"
-        if dtype not in (torch.bfloat16, torch.float16):
-            return f"it has no kernels for {dtype}"
-        if head_dim > cls.max_head_dim or head_dim % 8:
-            return f"heads of {head_dim}; it serves multiples of 8 up to {cls.max_head_dim}"
-        if block_size % cls.block_multiple:
-            return f"block_size {block_size} is no multiple of {cls.block_multiple}"
+        if needs.dtype not in (torch.bfloat16, torch.float16):
+            return f"it has no kernels for {needs.dtype}"
+        if needs.head_dim > cls.max_head_dim or needs.head_dim % 8:
+            return f"heads of {needs.head_dim}; it serves multiples of 8 up to {cls.max_head_dim}"
+        if needs.block_size % cls.block_multiple:
+            return f"block_size {needs.block_size} is no multiple of {cls.block_multiple}"
         try:
             import_module(cls.module)
         except Exception as error:  # a library built for another torch fails in ways of its own
             return f"{cls.module} cannot be imported ({describe(error)})"
-        return super().unavailable_reason(
-            device=device, dtype=dtype, head_dim=head_dim, block_size=block_size, soft_cap=soft_cap
-        )
+        return super().unavailable_reason(needs)
 
     def prefill(
         self,

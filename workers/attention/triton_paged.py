@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from workers.attention.base import AttentionBackend, AttentionMetadata
+from workers.attention.base import AttentionBackend, AttentionMetadata, AttentionNeeds
 from workers.attention.reference import ReferenceBackend
 from workers.kernels.available import describe, triton_unavailable_reason
 
@@ -38,19 +38,17 @@ class TritonPagedBackend(AttentionBackend):
         self._captured: set[Partials] = set()
 
     @classmethod
-    def unavailable_reason(
-        cls, *, device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int, soft_cap: bool
-    ) -> str | None:
-        reason = triton_unavailable_reason(device)
+    def unavailable_reason(cls, needs: AttentionNeeds) -> str | None:
+        reason = triton_unavailable_reason(needs.device)
         if reason is not None:
             return reason
-        if dtype not in DTYPES:
-            return f"it has no kernels for {dtype}"
-        if not 16 <= head_dim <= 256:
-            return f"heads of {head_dim}; it serves 16 to 256"
-        if block_size < MIN_BLOCK_SIZE:
-            return f"block_size {block_size}; it serves {MIN_BLOCK_SIZE} and more"
-        return probe(cls, device, dtype, head_dim, block_size, soft_cap)
+        if needs.dtype not in DTYPES:
+            return f"it has no kernels for {needs.dtype}"
+        if not 16 <= needs.head_dim <= 256:
+            return f"heads of {needs.head_dim}; it serves 16 to 256"
+        if needs.block_size < MIN_BLOCK_SIZE:
+            return f"block_size {needs.block_size}; it serves {MIN_BLOCK_SIZE} and more"
+        return probe(cls, needs)
 
     def store_kv(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
         from workers.kernels.triton.store import store_kv
@@ -178,15 +176,9 @@ class PairedBackend(TritonPagedBackend):
         self.decode = decode.decode  # type: ignore[method-assign]
 
 
-def probe(
-    backend: type[TritonPagedBackend],
-    device: torch.device,
-    dtype: torch.dtype,
-    head_dim: int,
-    block_size: int,
-    soft_cap: bool,
-) -> str | None:
+def probe(backend: type[TritonPagedBackend], needs: AttentionNeeds) -> str | None:
     """Run a small step of both halves on the device; None if it agrees with the PyTorch reference."""
+    device, dtype, head_dim, block_size = needs.device, needs.dtype, needs.head_dim, needs.block_size
     num_blocks, lengths, queries = 4, [block_size + 3, block_size + 1], [5, 1]
     generator = torch.Generator(device=device).manual_seed(0)
     shape = (num_blocks, block_size, 2, head_dim)
@@ -195,7 +187,7 @@ def probe(
     meta = AttentionMetadata.from_lists(
         queries, lengths, [[2, 0], [3, 1]], block_size=block_size, num_decodes=1, device=device
     )
-    cap = 30.0 if soft_cap else None
+    cap = 30.0 if needs.soft_cap else None
     scale = 1 / math.sqrt(head_dim)
     try:
         out = backend().attend(q, k_cache, v_cache, meta, scale=scale, soft_cap=cap).float()

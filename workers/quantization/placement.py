@@ -11,6 +11,7 @@ import logging
 import torch
 from torch import nn
 
+from configs.matrices import rank_weight_bytes
 from configs.model_spec import ModelSpec
 from configs.quantization import QuantizationSpec
 from workers.layers.linear import ParallelLinear
@@ -38,7 +39,7 @@ def choose_kernel(spec: ModelSpec, group: ParallelGroup, dtype: torch.dtype, dev
     name = str(dtype).removeprefix("torch.")
     kernel: Kernel = Fp8Matrix if quantization.bits == 8 else Int4Matrix
     reason = quantization.kernel_refusal(name) or kernel_unavailable(quantization, kernel, device)
-    sizes = [spec.rank_weight_bytes(group.rank, group.size, name, kept=kept) / 1e6 for kept in (True, False)]
+    sizes = [rank_weight_bytes(spec, group.rank, group.size, name, kept=kept) / 1e6 for kept in (True, False)]
     if reason is None:
         log.info("weights: %s, kept as they are: %.1f MB instead of %.1f MB", quantization.describe(), *sizes)
         return kernel
