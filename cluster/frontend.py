@@ -222,7 +222,7 @@ class Frontend:
     def _loads(self) -> list[int | None]:
         """Replicas that are connected and not known to refuse."""
         return [
-            replica.load if replica.status is not None and replica.status.state == "healthy" else None
+            replica.load if replica.status is not None and replica.status.is_healthy else None
             for replica in self._replicas
         ]
 

@@ -7,15 +7,12 @@ A GGUF file is converted once into the cache; later calls find it there. Runs as
 from __future__ import annotations
 
 import argparse
-import contextlib
-import fcntl
 import hashlib
-import os
 import shutil
 import sys
-import time
-from collections.abc import Iterator
 from pathlib import Path
+
+from workers.cache_dir import default_cache_dir, exclusive
 
 CONVERTER_VERSION = 1
 """Part of a conversion's name in the cache: raise it when the output of the conversion changes."""
@@ -48,10 +45,6 @@ def prepare_model(ref: str, cache_dir: Path | str | None = None) -> Path:
     return _downloaded(ref)
 
 
-def default_cache_dir() -> Path:
-    return Path(os.environ.get("ANTIPHON_CACHE") or "~/.cache/antiphon").expanduser()
-
-
 def _converted(source: Path, cache_dir: Path) -> Path:
     """Convert under a lock and move into place at once: a directory in the cache is always whole."""
     from workers.gguf import convert_gguf
@@ -60,7 +53,7 @@ def _converted(source: Path, cache_dir: Path) -> Path:
     if target.is_dir():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
-    with _locked(target.with_suffix(".lock")):
+    with exclusive(target.with_suffix(".lock"), LOCK_TIMEOUT_S):
         if target.is_dir():  # another process was faster
             return target
         unfinished = target.with_suffix(".unfinished")
@@ -80,24 +73,6 @@ def _cache_name(source: Path) -> str:
     stat = source.stat()
     identity = f"{source}\0{stat.st_size}\0{stat.st_mtime_ns}\0{CONVERTER_VERSION}"
     return f"{source.stem.replace('.', '-')}-{hashlib.blake2b(identity.encode(), digest_size=6).hexdigest()}"
-
-
-@contextlib.contextmanager
-def _locked(path: Path, timeout_s: float = LOCK_TIMEOUT_S) -> Iterator[None]:
-    """An exclusive lock that the system drops when its holder dies. ValueError: held for longer than `timeout_s`."""
-    deadline = time.monotonic() + timeout_s
-    with path.open("w") as file:
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise ValueError(
-                        f"another process has held {path} for {timeout_s:.0f} s; end it and retry"
-                    ) from None
-                time.sleep(0.1)
-        yield
 
 
 def _downloaded(ref: str) -> Path:

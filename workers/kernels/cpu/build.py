@@ -6,7 +6,6 @@ ask at the same time. Knows neither what the library offers (`workers.kernels.cp
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import logging
 import os
@@ -18,6 +17,8 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+
+from workers.cache_dir import default_cache_dir, exclusive
 
 log = logging.getLogger(__name__)
 
@@ -103,25 +104,19 @@ def build(variant: Variant, cache_dir: Path | None = None) -> Path:
         KernelsUnavailable: no compiler, it failed, or the cache directory cannot be written.
     """
     compiler = find_compiler()
-    directory = cache_dir or default_cache_dir()
+    directory = cache_dir or default_cache_dir() / "kernels"
     try:
         target = directory / f"antiphon-{variant.name}-{_fingerprint(compiler, variant)}.so"
         if target.is_file():
             log.debug("CPU kernels: found %s", target)
             return target
         directory.mkdir(parents=True, exist_ok=True)
-        with (directory / ".lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # released with the file, also when this process is killed
+        with exclusive(directory / ".lock", TIMEOUT_S):
             if not target.is_file():
                 _compile(compiler, variant, target)
         return target
     except OSError as error:
         raise KernelsUnavailable(f"cannot build the CPU kernels in {directory}: {error}") from error
-
-
-def default_cache_dir() -> Path:
-    root = os.environ.get("ANTIPHON_CACHE") or Path.home() / ".cache" / "antiphon"
-    return Path(root) / "kernels"
 
 
 def _fingerprint(compiler: str, variant: Variant) -> str:
