@@ -22,6 +22,7 @@ help:
 
 demo: $(READY) model
 	$(RUN) deploy.py demo $(PRESET)
+	@echo "Talk to it yourself:  $(RUN) deploy.py chat $(notdir $(basename $(PRESET)))"
 
 test: lint model
 	$(RUN) -m pytest
@@ -39,6 +40,7 @@ install: $(READY)
 # torch comes first and alone, so that nothing else decides which build of it is taken.
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Antiphon needs Python 3.11 or newer; say which: make PYTHON=python3.12")'
+	@echo "Installing PyTorch, Ray and the rest into $(VENV): once, some minutes."
 	$(PYTHON) -m venv $(VENV)
 	$(RUN) -m pip install --quiet -c constraints.txt setuptools torch
 	$(RUN) -m pip install --quiet -c constraints.txt --no-build-isolation -e '.[dev]'
