@@ -114,7 +114,7 @@ class BringUp:
             )
             check_memory(budget, plans, nodes)
             self._freeze(spec, budget, plans[0])
-            phase.note("nothing is in the way")
+            phase.note("all checks passed; what they looked at:")
         self.phases.show(check_table(self.config, spec, budget, plans, nodes))
         return plans
 

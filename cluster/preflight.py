@@ -159,7 +159,7 @@ def check_table(
     nodes: Sequence[NodeResources],
 ) -> Table:
     """Everything the checks looked at, for the eye."""
-    table = Table(title="preflight", title_justify="left", show_header=False, expand=False)
+    table = Table(show_header=False, expand=False)
     table.add_column(style="bold")
     table.add_column(overflow="fold")
     for rows in (_model_rows(config, spec, budget), _rank_rows(budget, spec), _device_rows(config, groups, nodes)):
@@ -182,15 +182,18 @@ def _rank_rows(budget: Budget, spec: ModelSpec) -> Mapping[str, str]:
     shards = [rank.shard for rank in budget.ranks]
     heads = "+".join(str(shard.num_heads) for shard in shards)
     kv_heads = "+".join(str(shard.num_kv_heads) for shard in shards)
-    cost = "even"
+    cost = "evenly"
     if budget.head_imbalance > 1.0:
-        cost = f"the busiest rank has {budget.head_imbalance:.2f}x the mean; attention takes that much longer"
+        cost = f"unevenly: the busiest has {budget.head_imbalance:.2f}x the mean, and attention takes that much longer"
     weights = " + ".join(gib(rank.weight_bytes) for rank in budget.ranks)
     kv = " + ".join("what the GPU has left" if rank.kv_bytes is None else gib(rank.kv_bytes) for rank in budget.ranks)
     tokens = "" if budget.num_cache_tokens is None else f" ({budget.num_cache_tokens:,} tokens)"
     return {
-        "query heads": f"{spec.num_heads} = {heads} over {len(shards)} rank{'s' * (len(shards) > 1)}: {cost}",
-        "KV heads": f"{spec.num_kv_heads} -> {kv_heads}" + _replication(shards, spec),
+        "query heads": str(spec.num_heads)
+        if len(shards) == 1
+        else f"{spec.num_heads} = {heads} over the ranks, {cost}",
+        "KV heads": (str(spec.num_kv_heads) if len(shards) == 1 else f"{spec.num_kv_heads} as {kv_heads}")
+        + _replication(shards, spec),
         "weights per rank": weights,
         "KV cache per rank": kv + tokens,
     }
@@ -207,7 +210,7 @@ def _device_rows(
     device = groups[0].device
     placed = [node_id for group in groups for node_id in group.node_ids]
     lines = [
-        f"{node.address}: {placed.count(node.node_id)} ranks, "
+        f"{node.address}: ranks {placed.count(node.node_id)}, "
         f"{node.num_free(device)} of {node.num_devices(device)} free"
         + (f", {gib(node.memory_bytes)} of memory" if device == "cpu" else "")
         for node in nodes
@@ -216,7 +219,7 @@ def _device_rows(
     bundle = " + ".join(f"{amount:g} {name}" for name, amount in plan.bundle.items())
     return {
         "GPUs" if device == "cuda" else "CPU cores": "\n".join(lines),
-        "placement": f"{len(groups)} x {plan.strategy}, {bundle} and {plan.num_threads} threads per rank",
+        "placement": f"{len(groups)} x {plan.strategy}; per rank {bundle}, threads {plan.num_threads}",
         "listen": f"{config.ingress.host}:{config.ingress.port or 'any free port'}",
     }
 

@@ -95,7 +95,7 @@ def test_the_table_says_what_an_uneven_split_costs(spec):
     console.print(check_table(config, spec, compute_budget(config, spec, "cpu"), plans, nodes))
     text = console.export_text()
     console.file.close()
-    assert "9 = 6+3 over 2 ranks" in text
+    assert "9 = 6+3 over the ranks, unevenly" in text
     assert "1.33x the mean" in text
     assert "8 of 8 free" in text
 
