@@ -33,7 +33,7 @@ class ModelConfig:
     path: str = field(metadata={"doc": "hub id, Hugging Face directory, or .gguf file"})
     served_name: str | None = described(None, "name clients use; default: the last part of `path`")
     dtype: Dtype = described("auto", "weights and activations; auto: float32 on CPU, the checkpoint's on GPU")
-    quantization: Literal["none", "int8"] = described("none", "int8: CPU only; weights and activations in 8 bits")
+    quantization: Literal["none", "int8"] = described("none", "int8: CPU only; weights in 8 bits")
     max_model_len: int | None = bounded(None, ge=1, doc="tokens per sequence; default: the model's own limit")
     load_format: Literal["auto", "random"] = described("auto", "random: weights drawn from `seed`, for benchmarks")
     seed: int = bounded(0, ge=0, le=2**63 - 1, doc="seed of random weights and of requests that bring none")
