@@ -39,7 +39,7 @@ def test_the_start_was_told_in_phases_with_their_times(server):
     lines = server.output.splitlines()
     for phase in phases:
         assert any(line.startswith(f"{phase} ") and " s " in line for line in lines), phase
-    assert "8 = 4+4 over 2 ranks: even" in server.output
+    assert "8 = 4+4 over the ranks, evenly" in server.output
 
 
 def test_killing_a_rank_answers_every_stream_with_an_error_and_ends_the_deployment(server):

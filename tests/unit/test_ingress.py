@@ -388,8 +388,8 @@ def test_a_lost_rank_ends_the_stream_with_an_error_event(slow_door: Door) -> Non
         for line in response.iter_lines():
             if line:
                 events.append(line.removeprefix("data: "))
-            if len(events) == 3:
-                slow_door.engine.ranks[0].die()
+                if len(events) == 3:
+                    slow_door.engine.ranks[0].die()
     assert "[DONE]" not in events
     assert "rank 0 on node test, pid 1000 died" in json.loads(events[-1])["error"]["message"]
     health = slow_door.http.get("/health")
