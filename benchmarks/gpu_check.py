@@ -30,7 +30,7 @@ def sections(ceilings: Ceilings) -> dict[str, tuple[str, tuple[str, ...], Callab
     return {
         "backends": (
             "Attention backends of this machine",
-            ("backend", "block size", "says"),
+            ("backend", "block size", "KV cache", "says"),
             gpu_kernels.check_backends,
         ),
         "attention": (
@@ -58,13 +58,18 @@ def sections(ceilings: Ceilings) -> dict[str, tuple[str, tuple[str, ...], Callab
             (WHAT, "waits", "verdict"),
             gpu_model.check_waiting,
         ),
+        "memory": (
+            "Memory in use, against the share of it that was promised",
+            (WHAT, "GiB", "of the share", "verdict"),
+            gpu_model.check_memory,
+        ),
         "decode": (
-            "Decode attention, 32:8 heads of 128, bf16",
+            "Decode attention, 32:8 heads of 128, queries in bf16",
             (WHAT, MICROSECONDS, "TB/s", SHARE),
             lambda: gpu_kernels.time_decode(ceilings),
         ),
         "prefill": (
-            "Prefill attention, 32:8 heads of 128, bf16",
+            "Prefill attention, 32:8 heads of 128, queries in bf16",
             (WHAT, MICROSECONDS, "TFLOP/s", "of the matrix rate", "of torch's best on contiguous keys"),
             lambda: gpu_kernels.time_prefill(ceilings),
         ),
@@ -84,7 +89,7 @@ def sections(ceilings: Ceilings) -> dict[str, tuple[str, tuple[str, ...], Callab
             gpu_kernels.time_sampler,
         ),
         "small": ("Decode steps", steps, lambda: gpu_model.time_steps("Qwen3-0.6B", ceilings)),
-        "large": ("Decode steps", steps, lambda: gpu_model.time_steps("Llama-3.1-8B", ceilings)),
+        "large": ("Decode steps", steps, lambda: gpu_model.time_steps("Llama-3.1-8B", ceilings, with_fp8=True)),
         "engine": (
             "A whole engine, Qwen3-0.6B's shape",
             (WHAT, "tokens in", "tokens out", "s", "tokens out per s"),

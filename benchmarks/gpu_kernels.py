@@ -8,19 +8,22 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.gpu_scene import DEVICE, Ceilings, make_scene, seconds_of
-from workers.attention import AttentionNeeds, choose_backend
+from benchmarks.gpu_scene import DEVICE, Ceilings, has_fp8, make_scene, seconds_of
+from workers.attention import AttentionNeeds, AttentionParams, choose_backend
+from workers.attention.reference import ReferenceBackend
 from workers.attention.triton_paged import TritonPagedBackend
 from workers.layers.ops import LayerOps, TritonOps
 from workers.sampler import DrawnRows, draw_with_torch, draw_with_triton
 
 Row = tuple[object, ...]
-BF16 = torch.bfloat16
+BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5}
 MIXED = {"query_lens": [9, 3, 300, 64, 1, 1, 1, 1], "seq_lens": [9, 21, 1000, 64, 1, 17, 3000, 20000], "num_decodes": 4}
 
-# block size, (query heads, key heads), head size, type, window, soft cap
-ATTENTION_CASES = [
+AttentionCase = tuple[int, tuple[int, int], int, torch.dtype, int | None, float | None]
+"""Block size, (query heads, key heads), head size, type, window, soft cap."""
+
+ATTENTION_CASES: list[AttentionCase] = [
     (16, (32, 8), 128, BF16, None, None),
     (32, (16, 16), 64, BF16, None, None),
     (64, (32, 8), 128, BF16, None, None),
@@ -37,40 +40,90 @@ ATTENTION_CASES = [
     (64, (32, 8), 128, torch.float16, None, None),
     (64, (4, 2), 64, torch.float32, None, None),
 ]
+FP8_CASES: list[AttentionCase] = [
+    (16, (32, 8), 128, BF16, None, None),
+    (64, (32, 8), 128, BF16, None, None),
+    (256, (32, 8), 128, BF16, 512, None),
+    (64, (14, 2), 64, BF16, None, None),
+    (64, (8, 4), 256, BF16, None, 50.0),
+    (64, (64, 8), 128, torch.float16, None, None),
+]
+"""Over a cache in fp8."""
+DECODE_SHAPES = [(1, 8192), (1, 131072), (8, 16384), (64, 4096), (256, 1024)]
+"""Sequences, and the length of each."""
+PREFILL_SHAPES = [(1, 8192, 8192), (4, 2048, 2048), (16, 512, 512), (1, 2048, 16384)]
+"""Sequences, queries and length of each."""
+CHECKED_TOKENS, LAYER_TOKENS = 77, (64, 16384)
+CHECKED_DRAWS, SAMPLED_ROWS, VOCAB_SIZE = 256, (1, 64, 256), 151936
 
 
 def check_attention() -> Iterator[Row]:
-    for block_size, heads, head_dim, dtype, window, soft_cap in ATTENTION_CASES:
-        scene = make_scene(**MIXED, block_size=block_size, heads=heads, head_dim=head_dim, dtype=dtype)  # type: ignore[arg-type]
-        error = scene.error(TritonPagedBackend(), window=window, soft_cap=soft_cap)
-        what = f"{block_size} / {heads[0]}:{heads[1]} / {head_dim} / {str(dtype)[6:]} / {window} / {soft_cap}"
+    cases = [(case, None) for case in ATTENTION_CASES] + [(case, FP8) for case in fp8_cases()]
+    for (block_size, heads, head_dim, dtype, window, soft_cap), cache_dtype in cases:
+        scene = make_scene(
+            **MIXED,  # type: ignore[arg-type]
+            block_size=block_size,
+            heads=heads,
+            head_dim=head_dim,
+            dtype=dtype,
+            cache_dtype=cache_dtype,
+            window=window,
+            soft_cap=soft_cap,
+        )
+        error = scene.error(TritonPagedBackend())
+        kept = "" if cache_dtype is None else " over fp8"
+        what = f"{block_size} / {heads[0]}:{heads[1]} / {head_dim} / {str(dtype)[6:]}{kept} / {window} / {soft_cap}"
         yield what, f"{error:.1e}", "ok" if error < TOLERANCE[dtype] else "WRONG"
+    yield from _check_store()
+
+
+def fp8_cases() -> list[AttentionCase]:
+    """None where the card has no fp8."""
+    return FP8_CASES if has_fp8(DEVICE) else []
+
+
+def _check_store() -> Iterator[Row]:
+    """Keys and values go to the same places, in the same bits, as PyTorch writes them; in fp8 some are too large."""
+    k, v = (torch.randn(300, 8, 128, device=DEVICE, dtype=BF16) * 10 for _ in range(2))
+    slots = torch.randperm(1024, device=DEVICE)[:300]
+    for dtype in (BF16, FP8) if has_fp8(DEVICE) else (BF16,):
+        params = AttentionParams(scale=1.0, **({"k_scale": 0.05, "v_scale": 1.5} if dtype == FP8 else {}))
+        caches = []
+        for backend in (TritonPagedBackend(), ReferenceBackend()):
+            pair = [torch.zeros(16, 64, 8, 128, device=DEVICE, dtype=dtype) for _ in range(2)]
+            backend.store_kv(k, v, pair[0], pair[1], slots, params)
+            caches.append(torch.stack([cache.view(torch.uint8) for cache in pair]))
+        differing = int((caches[0] != caches[1]).sum())
+        yield f"storing in {str(dtype)[6:]}", f"{differing} bytes differ", "ok" if differing == 0 else "WRONG"
 
 
 def check_backends() -> Iterator[Row]:
     """Which backends this machine offers, by their own probes."""
-    for block_size in (64, 256):
+    for block_size, cache_dtype in ((64, BF16), (256, BF16), (64, FP8)):
+        needs = AttentionNeeds(device=DEVICE, dtype=BF16, cache_dtype=cache_dtype, head_dim=128, block_size=block_size)
         for name in ("fa3", "fa4", "flash_attn", "triton"):
             try:
-                choose_backend(name, AttentionNeeds(device=DEVICE, dtype=BF16, head_dim=128, block_size=block_size))
-                yield name, block_size, "available"
+                choose_backend(name, needs)
+                says = "available"
             except ValueError as error:
-                yield name, block_size, str(error).partition("here: ")[2]
+                says = str(error).partition("here: ")[2]
+            yield name, block_size, str(cache_dtype)[6:], says
 
 
 def check_layers() -> Iterator[Row]:
     """Fused operations against PyTorch's, in float32 on the same numbers."""
     fused, plain = TritonOps(), LayerOps()
     x, residual, weight = (
-        torch.randn(*shape, device=DEVICE, dtype=BF16) for shape in ((77, 4096), (77, 4096), (4096,))
+        torch.randn(*shape, device=DEVICE, dtype=BF16)
+        for shape in ((CHECKED_TOKENS, 4096), (CHECKED_TOKENS, 4096), (4096,))
     )
-    wide, exact_sum = torch.randn(77, 2 * 14336, device=DEVICE, dtype=BF16), (x + residual).float()
+    wide, exact_sum = torch.randn(CHECKED_TOKENS, 2 * 14336, device=DEVICE, dtype=BF16), (x + residual).float()
     normed = fused.add_rms_norm(x, residual.clone(), weight, 1e-6)
     yield _compared("add and norm", normed, plain.rms_norm(exact_sum, weight.float(), 1e-6))
     for activation in ("silu", "gelu_tanh"):
         yield _compared(activation, fused.gated(wide, activation), plain.gated(wide.float(), activation))
-    qkv = torch.randn(77, 48, 128, device=DEVICE, dtype=BF16)
-    angles = torch.randn(77, 1, 64, device=DEVICE)
+    qkv = torch.randn(CHECKED_TOKENS, 48, 128, device=DEVICE, dtype=BF16)
+    angles = torch.randn(CHECKED_TOKENS, 1, 64, device=DEVICE)
     rotation = angles.cos().to(BF16), angles.sin().to(BF16)
     exact = rotation[0].float(), rotation[1].float()
     for weights in ({}, {"q_weight": weight[:128], "k_weight": weight[128:256]}):
@@ -87,14 +140,14 @@ def _compared(what: str, found: torch.Tensor, expected: torch.Tensor) -> Row:
 
 
 def _check_sampler() -> Iterator[Row]:
-    logits = torch.randn(256, 151936, device=DEVICE) * 4
+    logits = torch.randn(CHECKED_DRAWS, VOCAB_SIZE, device=DEVICE) * 4
     for filters in (False, True):
-        asked = drawn_rows(256, filters=filters)
-        found, expected = (torch.empty(256, dtype=torch.int64, device=DEVICE) for _ in range(2))
+        asked = drawn_rows(CHECKED_DRAWS, filters=filters)
+        found, expected = (torch.empty(CHECKED_DRAWS, dtype=torch.int64, device=DEVICE) for _ in range(2))
         draw_with_torch(expected, logits, asked)
         draw_with_triton(found, logits, asked)
         differing = int((found != expected).sum())
-        yield f"draws, filters {filters}", f"{differing} of 256 differ", "ok" if differing <= 2 else "WRONG"
+        yield f"draws, filters {filters}", f"{differing} of {CHECKED_DRAWS} differ", "ok" if differing <= 2 else "WRONG"
 
 
 def drawn_rows(num_rows: int, *, filters: bool) -> DrawnRows:
@@ -113,11 +166,11 @@ def drawn_rows(num_rows: int, *, filters: bool) -> DrawnRows:
     )
 
 
-def time_decode(ceilings: Ceilings, block_sizes: tuple[int, ...] = (16, 64, 256)) -> Iterator[Row]:
+def time_decode(ceilings: Ceilings) -> Iterator[Row]:
     """Decode attention alone, heads of Llama-3.1-8B: bytes of keys and values over time, beside the copy's."""
-    shapes = [(1, 8192), (1, 131072), (8, 16384), (64, 4096), (256, 1024)]
-    for block_size in block_sizes:
-        for num_seqs, length in shapes:
+    kinds = [(16, BF16), (64, BF16), (256, BF16), *([(64, FP8)] if has_fp8(DEVICE) else [])]
+    for block_size, dtype in kinds:
+        for num_seqs, length in DECODE_SHAPES:
             scene = make_scene(
                 [1] * num_seqs,
                 [length] * num_seqs,
@@ -125,19 +178,22 @@ def time_decode(ceilings: Ceilings, block_sizes: tuple[int, ...] = (16, 64, 256)
                 block_size=block_size,
                 heads=(32, 8),
                 head_dim=128,
+                cache_dtype=dtype,
                 poison=False,
             )
             backend = TritonPagedBackend()
             seconds = seconds_of(lambda scene=scene, backend=backend: scene.attend(backend))  # type: ignore[misc]
-            rate = num_seqs * length * 8 * 128 * 2 * 2 / seconds
+            rate = num_seqs * length * 8 * 128 * 2 * dtype.itemsize / seconds
             share = rate / ceilings.copy_bytes_per_s
-            yield f"{num_seqs} x {length}, blocks of {block_size}", seconds * 1e6, rate / 1e12, share
+            what = f"{num_seqs} x {length}, blocks of {block_size}, {str(dtype)[6:]}"
+            yield what, seconds * 1e6, rate / 1e12, share
 
 
 def time_prefill(ceilings: Ceilings) -> Iterator[Row]:
     """Prefill attention alone, beside the fastest of torch's on contiguous keys where there is one."""
-    for num_seqs, num_queries, length in ((1, 8192, 8192), (4, 2048, 2048), (16, 512, 512), (1, 2048, 16384)):
-        for block_size in (16, 256):
+    kinds = [(16, BF16), (256, BF16), *([(256, FP8)] if has_fp8(DEVICE) else [])]
+    for num_seqs, num_queries, length in PREFILL_SHAPES:
+        for block_size, dtype in kinds:
             scene = make_scene(
                 [num_queries] * num_seqs,
                 [length] * num_seqs,
@@ -145,6 +201,7 @@ def time_prefill(ceilings: Ceilings) -> Iterator[Row]:
                 block_size=block_size,
                 heads=(32, 8),
                 head_dim=128,
+                cache_dtype=dtype,
                 poison=False,
             )
             backend = TritonPagedBackend()
@@ -153,7 +210,7 @@ def time_prefill(ceilings: Ceilings) -> Iterator[Row]:
             flops = 4 * pairs * 32 * 128
             best = _sdpa_seconds(num_seqs, num_queries) if num_queries == length else None
             yield (
-                f"{num_seqs} x {num_queries} of {length}, blocks of {block_size}",
+                f"{num_seqs} x {num_queries} of {length}, blocks of {block_size}, {str(dtype)[6:]}",
                 seconds * 1e6,
                 flops / seconds / 1e12,
                 flops / seconds / ceilings.bf16_flops,
@@ -178,7 +235,7 @@ def _sdpa_seconds(num_seqs: int, length: int) -> float | None:
 
 def time_layers(ceilings: Ceilings) -> Iterator[Row]:
     fused = TritonOps()
-    for num_tokens in (64, 16384):
+    for num_tokens in LAYER_TOKENS:
         x, residual = (torch.randn(num_tokens, 4096, device=DEVICE, dtype=BF16) for _ in range(2))
         weight = torch.ones(4096, device=DEVICE, dtype=BF16)
         wide = torch.randn(num_tokens, 2 * 14336, device=DEVICE, dtype=BF16)
@@ -196,8 +253,8 @@ def time_layers(ceilings: Ceilings) -> Iterator[Row]:
 
 
 def time_sampler() -> Iterator[Row]:
-    for num_rows in (1, 64, 256):
-        logits = torch.randn(num_rows, 151936, device=DEVICE) * 4
+    for num_rows in SAMPLED_ROWS:
+        logits = torch.randn(num_rows, VOCAB_SIZE, device=DEVICE) * 4
         tokens = torch.empty(num_rows, dtype=torch.int64, device=DEVICE)
         for filters in (False, True):
             asked = drawn_rows(num_rows, filters=filters)

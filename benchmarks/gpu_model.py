@@ -14,11 +14,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from benchmarks.gpu_scene import DEVICE, Ceilings
+from benchmarks.gpu_scene import DEVICE, Ceilings, has_fp8
 from cluster.local import LocalEngine
 from configs import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, WorkerConfig
 from configs.matrices import weight_bytes
 from configs.model_spec import ModelSpec
+from configs.schema import GIB, CacheDtype
 from scheduler.output import AdmittedSequence, StepPlan, int32
 from scheduler.sampling_params import SamplingParams
 from workers.model_runner import ModelRunner
@@ -66,6 +67,8 @@ SHAPES: dict[str, dict[str, object]] = {
         "tie_word_embeddings": False,
     },
 }
+SHARE_USED = (0.8, 1.02)
+"""Less would be waste; more is what the driver keeps for itself."""
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=None)
 
 
@@ -76,11 +79,20 @@ def make_spec(name: str, **changes: object) -> ModelSpec:
 
 
 def make_config(
-    *, max_num_seqs: int, num_blocks: int | None = None, block_size: int = 64, graphs: bool = True, **scheduler: object
+    *,
+    max_num_seqs: int,
+    num_blocks: int | None = None,
+    block_size: int = 64,
+    cache_dtype: CacheDtype = "auto",
+    utilization: float = 0.9,
+    graphs: bool = True,
+    **scheduler: object,
 ) -> EngineConfig:
     return EngineConfig(
         model=ModelConfig(path="random", load_format="random", dtype="bfloat16", max_model_len=4096),
-        cache=CacheConfig(block_size=block_size, num_blocks=num_blocks),
+        cache=CacheConfig(
+            block_size=block_size, num_blocks=num_blocks, dtype=cache_dtype, gpu_memory_utilization=utilization
+        ),
         scheduler=SchedulerConfig(max_num_seqs=max_num_seqs, **scheduler),  # type: ignore[arg-type]
         worker=WorkerConfig(device="cuda", attention_backend="triton", cuda_graphs=graphs),
     )
@@ -95,7 +107,7 @@ def start_worker(spec: ModelSpec, config: EngineConfig) -> Worker:
 
 def fill_cache(runner: ModelRunner) -> None:
     for cache in (*runner.kv.k, *runner.kv.v):
-        cache.normal_()
+        cache.copy_(torch.randn(cache.shape[1:], device=cache.device))
 
 
 def admit(
@@ -157,15 +169,37 @@ def run_steps(runner: ModelRunner, num_seqs: int, length: int, num_steps: int, e
 def check_graphs() -> Iterator[Row]:
     """The same greedy tokens with captured graphs, without them, and in step: a small model, odd numbers of rows."""
     spec = make_spec("Qwen3-0.6B", num_hidden_layers=4)
-    graphed = start_worker(spec, make_config(max_num_seqs=13, num_blocks=200)).runner
-    eager = start_worker(spec, make_config(max_num_seqs=13, num_blocks=200, graphs=False)).runner
-    for epoch, num_seqs in enumerate((1, 2, 4, 8, 13, 3, 11)):
-        found, expected = (run_steps(runner, num_seqs, 100, 20, epoch)[0] for runner in (graphed, eager))
-        same = sum(a == b for x, y in zip(found, expected, strict=True) for a, b in zip(x, y, strict=True))
-        share = same / (num_seqs * 21)
-        # A padded step's matrix products may sum in another order: ties of random weights then fall differently.
-        exact = num_seqs in (1, 2, 4, 8, 13)
-        yield f"{num_seqs} rows, 20 steps", f"{share:.1%} equal", "ok" if share == 1.0 or not exact else "WRONG"
+    cache_dtypes: tuple[CacheDtype, ...] = ("auto", "fp8") if has_fp8(DEVICE) else ("auto",)
+    for cache_dtype in cache_dtypes:
+        graphed, eager = (
+            start_worker(
+                spec, make_config(max_num_seqs=13, num_blocks=200, cache_dtype=cache_dtype, graphs=graphs)
+            ).runner
+            for graphs in (True, False)
+        )
+        for epoch, num_seqs in enumerate((1, 2, 4, 8, 13, 3, 11)):
+            found, expected = (run_steps(runner, num_seqs, 100, 20, epoch)[0] for runner in (graphed, eager))
+            same = sum(a == b for x, y in zip(found, expected, strict=True) for a, b in zip(x, y, strict=True))
+            share = same / (num_seqs * 21)
+            # A padded step's matrix products may sum in another order: ties of random weights then fall differently.
+            exact = num_seqs in (1, 2, 4, 8, 13)
+            what = f"{num_seqs} rows, 20 steps{', KV in fp8' if cache_dtype == 'fp8' else ''}"
+            yield what, f"{share:.1%} equal", "ok" if share == 1.0 or not exact else "WRONG"
+
+
+def check_memory() -> Iterator[Row]:
+    """Whether what the largest steps and all graphs take beside the cache stays within the share that was promised."""
+    utilization, num_seqs = 0.3, 256
+    spec = make_spec("Qwen3-0.6B")
+    free_before, total = torch.cuda.mem_get_info(DEVICE)
+    worker = start_worker(spec, make_config(max_num_seqs=num_seqs, utilization=utilization))
+    run_steps(worker.runner, num_seqs, 100, 3, 0)
+    worker.profile_step()
+    torch.cuda.synchronize()
+    used, share = free_before - torch.cuda.mem_get_info(DEVICE)[0], utilization * total
+    verdict = "ok" if SHARE_USED[0] < used / share < SHARE_USED[1] else "WRONG"
+    yield f"{num_seqs} rows, graphs, {worker.runner.kv.num_blocks} blocks", used / GIB, used / share, verdict
+    worker.close()
 
 
 def check_waiting() -> Iterator[Row]:
@@ -198,37 +232,44 @@ def _launched_without_waiting(runner: ModelRunner, plans: Sequence[StepPlan], *,
     return "never"
 
 
-def time_steps(name: str, ceilings: Ceilings, batches: Sequence[int] = (1, 64)) -> Iterator[Row]:
+def time_steps(
+    name: str, ceilings: Ceilings, *, batches: Sequence[int] = (1, 64), with_fp8: bool = False
+) -> Iterator[Row]:
     """A decode step at 1024 cached tokens: against reading all weights and keys once at the speed of a copy."""
-    length, num_steps = 1024, 60
     spec = make_spec(name)
-    for graphs in (True, False):
-        config = make_config(max_num_seqs=max(batches), num_blocks=max(batches) * 18, graphs=graphs)
+    kinds: list[tuple[bool, CacheDtype]] = [(True, "auto"), (False, "auto")]
+    if with_fp8 and has_fp8(DEVICE):
+        kinds.append((True, "fp8"))
+    for graphs, cache_dtype in kinds:
+        config = make_config(
+            max_num_seqs=max(batches), num_blocks=max(batches) * 18, cache_dtype=cache_dtype, graphs=graphs
+        )
         worker = start_worker(spec, config)
         fill_cache(worker.runner)
         for epoch, num_seqs in enumerate(batches):
-            _, events, seconds = run_steps(worker.runner, num_seqs, length, num_steps, epoch)
-            busy = statistics.median(start.elapsed_time(end) for start, end in events[10:]) / 1e3
-            pairs = list(pairwise(events[10:]))
-            idle = sum(max(0.0, before[1].elapsed_time(after[0])) for before, after in pairs) / 1e3
-            weights = weight_bytes(spec, "bfloat16")
-            if not spec.tie_word_embeddings:
-                weights -= (
-                    spec.vocab_size * spec.hidden_size * 2
-                )  # rows of the embedding are looked up, not read through
-            floor = (weights + num_seqs * length * spec.kv_bytes_per_token("bfloat16")) / ceilings.copy_bytes_per_s
             what = f"{name}, batch {num_seqs}, {'graph' if graphs else 'eager'}"
-            yield (
-                what,
-                seconds / num_steps * 1e3,
-                busy * 1e3,
-                floor * 1e3,
-                busy / floor,
-                idle / (idle + busy * len(pairs)),
-            )
+            if cache_dtype == "fp8":
+                what += ", KV in fp8"
+            yield what, *_time_step(worker.runner, spec, num_seqs, epoch, cache_dtype, ceilings)
         worker.close()
         del worker
         torch.cuda.empty_cache()
+
+
+def _time_step(
+    runner: ModelRunner, spec: ModelSpec, num_seqs: int, epoch: int, cache_dtype: CacheDtype, ceilings: Ceilings
+) -> tuple[float, float, float, float, float]:
+    length, num_steps = 1024, 60
+    _, events, seconds = run_steps(runner, num_seqs, length, num_steps, epoch)
+    busy = statistics.median(start.elapsed_time(end) for start, end in events[10:]) / 1e3
+    pairs = list(pairwise(events[10:]))
+    idle = sum(max(0.0, before[1].elapsed_time(after[0])) for before, after in pairs) / 1e3
+    weights = weight_bytes(spec, "bfloat16")
+    if not spec.tie_word_embeddings:  # rows of the embedding are looked up, not read through
+        weights -= spec.vocab_size * spec.hidden_size * 2
+    kept = spec.kv_bytes_per_token("bfloat16" if cache_dtype == "auto" else cache_dtype)
+    floor = (weights + num_seqs * length * kept) / ceilings.copy_bytes_per_s
+    return seconds / num_steps * 1e3, busy * 1e3, floor * 1e3, busy / floor, idle / (idle + busy * len(pairs))
 
 
 def time_engine(num_seqs: int = 256) -> Iterator[Row]:

@@ -5,15 +5,23 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from workers.attention import AttentionBackend, AttentionMetadata
+from workers.attention import AttentionBackend, AttentionMetadata, AttentionParams
 from workers.attention.reference import ReferenceBackend
+from workers.attention.triton_paged import SMALLEST_FP8_CAPABILITY
+from workers.kv_format import encode
 
 DEVICE = torch.device("cuda", 0)
+NAN_BYTE = 255
+"""Of a NaN in every floating-point type."""
+
+
+def has_fp8(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) >= SMALLEST_FP8_CAPABILITY
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -24,18 +32,15 @@ class Scene:
     k_cache: Tensor
     v_cache: Tensor
     meta: AttentionMetadata
+    params: AttentionParams
 
-    def attend(self, backend: AttentionBackend, *, window: int | None = None, soft_cap: float | None = None) -> Tensor:
-        scale = self.q.shape[2] ** -0.5
-        return backend.attend(
-            self.q, self.k_cache, self.v_cache, self.meta, scale=scale, window=window, soft_cap=soft_cap
-        )
+    def attend(self, backend: AttentionBackend) -> Tensor:
+        return backend.attend(self.q, self.k_cache, self.v_cache, self.meta, self.params)
 
-    def error(self, backend: AttentionBackend, **options: float | None) -> float:
-        """Against PyTorch in float32 on the same numbers; NaN where a place was read that nobody wrote."""
-        exact = Scene(self.q.float(), self.k_cache.float(), self.v_cache.float(), self.meta)
-        expected = exact.attend(ReferenceBackend(), **options)  # type: ignore[arg-type]
-        found = self.attend(backend, **options).float()  # type: ignore[arg-type]
+    def error(self, backend: AttentionBackend) -> float:
+        """Against PyTorch in float32 over the same cache; NaN where a place was read that nobody wrote."""
+        expected = replace(self, q=self.q.float()).attend(ReferenceBackend())
+        found = self.attend(backend).float()
         return float((found - expected).norm() / expected.norm())
 
 
@@ -48,9 +53,12 @@ def make_scene(
     heads: tuple[int, int],
     head_dim: int,
     dtype: torch.dtype = torch.bfloat16,
+    cache_dtype: torch.dtype | None = None,
+    window: int | None = None,
+    soft_cap: float | None = None,
     poison: bool = True,
 ) -> Scene:
-    """Blocks lie scattered; with `poison`, whatever no sequence wrote is NaN."""
+    """Blocks lie scattered; with `poison`, whatever no sequence wrote is NaN. `cache_dtype`: if it is not `dtype`."""
     num_heads, num_kv_heads = heads
     counts = [math.ceil(n / block_size) for n in seq_lens]
     num_blocks = sum(counts) + 1
@@ -60,19 +68,26 @@ def make_scene(
         tables.append(order[first : first + count])
         first += count
     shape = (num_blocks + 1, block_size, num_kv_heads, head_dim)
-    k_cache, v_cache = (torch.randn(shape, device=DEVICE, dtype=dtype) for _ in range(2))
+    kept = cache_dtype or dtype
+    scales = {"k_scale": 0.02, "v_scale": 0.03} if kept == torch.float8_e4m3fn else {}
+    params = AttentionParams(scale=head_dim**-0.5, window=window, soft_cap=soft_cap, **scales)
+    k_cache, v_cache = (
+        encode(torch.randn(shape, device=DEVICE, dtype=dtype), kept, scale)
+        for scale in (params.k_scale, params.v_scale)
+    )
     if poison:
         for table, length in zip(tables, seq_lens, strict=True):
             if length % block_size:
-                k_cache[table[-1], length % block_size :] = torch.nan
-                v_cache[table[-1], length % block_size :] = torch.nan
+                for cache in (k_cache, v_cache):
+                    cache.view(torch.uint8)[table[-1], length % block_size :] = NAN_BYTE
         for block in order[first:]:
-            k_cache[block] = v_cache[block] = torch.nan
+            for cache in (k_cache, v_cache):
+                cache.view(torch.uint8)[block] = NAN_BYTE
     meta = AttentionMetadata.from_lists(
         query_lens, seq_lens, tables, block_size=block_size, num_decodes=num_decodes, device=DEVICE
     )
     q = torch.randn(sum(query_lens), num_heads, head_dim, device=DEVICE, dtype=dtype)
-    return Scene(q, k_cache, v_cache, meta)
+    return Scene(q, k_cache, v_cache, meta, params)
 
 
 def seconds_of(run: Callable[[], object], *, repeats: int = 10, rounds: int = 5) -> float:

@@ -17,7 +17,7 @@ import torch
 from benchmarks.gpu_scene import DEVICE, make_scene, seconds_of
 from benchmarks.report import heading, markdown_table
 from workers.attention.triton_paged import TritonPagedBackend
-from workers.kernels.triton import decode, prefill
+from workers.kernels.triton import decode, prefill, splits
 from workers.kernels.triton.tuning import Tile, decode_tile, device_of, prefill_tile
 
 Row = tuple[object, ...]
@@ -56,7 +56,7 @@ def tune_decode() -> Iterator[Row]:
                 with patch.object(decode, "PROGRAMS_PER_MULTIPROCESSOR", programs):
                     found.append((f"{programs} programs per multiprocessor", _microseconds(scene)))
             for length_of_part in (512, 1024):
-                with patch.object(decode, "MIN_SPLIT", length_of_part):
+                with patch.object(splits, "MIN_SPLIT", length_of_part):
                     found.append((f"parts of {length_of_part} keys", _microseconds(scene)))
             yield from _marked(case, found)
 

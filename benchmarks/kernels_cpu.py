@@ -11,8 +11,9 @@ machine itself can do, because the two cores of a virtual machine may be one rea
 from __future__ import annotations
 
 import argparse
+import mmap
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,12 +33,13 @@ from workers.models import CausalLM, build_model
 from workers.parallel import SingleProcessGroup
 
 BLOCK_SIZE = 64
-CONTEXT = 300
-MAX_SEQS = 64
+BATCH_SIZES = (1, 8, 32, 64)
+CONTEXT = 300  # unless another is asked for
 FORMATS: dict[str, tuple[WeightFormat, torch.dtype]] = {
     "fp32": ("float32", torch.float32),
     "bf16": ("bfloat16", torch.bfloat16),
     "int8, KV bf16": ("int8", torch.bfloat16),
+    "int8, KV int8": ("int8", torch.int8),
 }
 
 
@@ -52,12 +54,21 @@ class Case:
     def num_tokens(self) -> int:
         return self.num_seqs * self.num_queries
 
+    @property
+    def num_blocks(self) -> int:
+        """Of one sequence."""
+        return -(-self.context // BLOCK_SIZE)
 
-CASES = (
-    *(Case(f"decode, batch {n}", n, 1, CONTEXT) for n in (1, 8, 32, MAX_SEQS)),
-    Case("prefill 512", 1, 512, 512),
-    Case("prefill 4 x 128", 4, 128, 128),
-)
+
+def make_cases(context: int) -> tuple[Case, ...]:
+    return (
+        *(Case(f"decode, batch {n}", n, 1, context) for n in BATCH_SIZES),
+        Case("prefill 512", 1, 512, 512),
+        Case("prefill 4 x 128", 4, 128, 128),
+    )
+
+
+CASES = make_cases(CONTEXT)
 
 
 def smollm2_spec() -> ModelSpec:
@@ -103,10 +114,10 @@ def random_model(spec: ModelSpec) -> CausalLM:
     return model
 
 
-def make_cache(spec: ModelSpec, dtype: torch.dtype) -> KVCache:
+def make_cache(spec: ModelSpec, dtype: torch.dtype, cases: Sequence[Case] = CASES) -> KVCache:
     return KVCache.allocate(
         num_layers=spec.num_layers,
-        num_blocks=MAX_SEQS * -(-CONTEXT // BLOCK_SIZE),
+        num_blocks=max(case.num_seqs * case.num_blocks for case in cases),
         block_size=BLOCK_SIZE,
         num_kv_heads=spec.num_kv_heads,
         head_dim=spec.head_dim,
@@ -116,8 +127,7 @@ def make_cache(spec: ModelSpec, dtype: torch.dtype) -> KVCache:
 
 
 def step_of(case: Case, model: CausalLM | CpuDecoder, cache: KVCache) -> Callable[[], object]:
-    blocks = -(-case.context // BLOCK_SIZE)
-    tables = [list(range(s * blocks, (s + 1) * blocks)) for s in range(case.num_seqs)]
+    tables = [list(range(s * case.num_blocks, (s + 1) * case.num_blocks)) for s in range(case.num_seqs)]
     meta = AttentionMetadata.from_lists(
         [case.num_queries] * case.num_seqs,
         [case.context] * case.num_seqs,
@@ -156,7 +166,10 @@ def quickest_in_turn(steps: dict[str, Callable[[], object]], seconds: float, clo
 def calibrate(kernels: CpuKernels, num_threads: int, clock: Clock) -> tuple[float, float]:
     """(GFLOP/s in fp32, GB/s read from memory), the best of some tries."""
     pool = Pool(kernels, num_threads)
-    memory = torch.ones(64 << 20)
+    region = mmap.mmap(-1, 256 << 20)  # in huge pages, as the weights are
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        region.madvise(mmap.MADV_HUGEPAGE)
+    memory = torch.frombuffer(region, dtype=torch.float32).fill_(1.0)
     flops = bandwidth = 0.0
     for _ in range(10):
         started = clock()
@@ -172,6 +185,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="benchmarks.kernels_cpu", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--num-threads", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=1.0, help="per way and case")
+    parser.add_argument("--context", type=int, default=CONTEXT, help="tokens that a decoding sequence holds")
     parser.add_argument("--kernels", default="auto", help="instruction set, for example avx2")
     parser.add_argument("--without-pytorch", action="store_true")
     parser.add_argument("--cpu-time", action="store_true", help="of all threads: with one, fit for a busy machine")
@@ -180,7 +194,7 @@ def main() -> None:
     torch.set_num_threads(options.num_threads)
     torch.set_grad_enabled(False)
     clock = time.process_time if options.cpu_time else time.perf_counter
-    kernels, spec = load_kernels(options.kernels), smollm2_spec()
+    kernels, spec, cases = load_kernels(options.kernels), smollm2_spec(), make_cases(options.context)
     before = calibrate(kernels, options.num_threads, clock)
     ways: dict[str, tuple[CausalLM | CpuDecoder, KVCache]] = {}
     weight_bytes: dict[str, float] = {}
@@ -194,22 +208,22 @@ def main() -> None:
             weight_format=weight_format,
         )
         weight_bytes[name] = decoder.step_bytes
-        ways[name] = (decoder, make_cache(spec, kv_dtype))
+        ways[name] = (decoder, make_cache(spec, kv_dtype, cases))
     if not options.without_pytorch:
         ways["PyTorch fp32"] = (random_model(spec), ways["fp32"][1])
 
     rows = []
-    for case in CASES:
+    for case in cases:
         found = quickest_in_turn({name: step_of(case, *way) for name, way in ways.items()}, options.seconds, clock)
         cells = [f"{ms:.1f} ms, {1e3 * case.num_tokens / ms:,.0f}" for ms in found.values()]
         rows.append((case.name, *cells))
-        if case is CASES[0]:
+        if case is cases[0]:
             single = found
     after = calibrate(kernels, options.num_threads, clock)
 
     print(heading(("torch",)))
     print(
-        f"{kernels.description}, {options.num_threads} threads; context {CONTEXT}, blocks of {BLOCK_SIZE}; "
+        f"{kernels.description}, {options.num_threads} threads; context {options.context}, blocks of {BLOCK_SIZE}; "
         f"{'CPU' if options.cpu_time else 'wall'} time\n"
     )
     for when, (flops, bandwidth) in (("before", before), ("after", after)):

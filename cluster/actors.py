@@ -7,6 +7,7 @@ never has to import what raised them. `workers` and torch are imported by `Worke
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import socket
 import time
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cluster.exit_codes import PlacementError
+from cluster.deployment_errors import PlacementError
 from cluster.identity import Identity, base_versions, model_fingerprint, source_root
 from cluster.preparation import run_preparation
 from cluster.protocol import Status
@@ -117,14 +118,12 @@ class WorkerActor:
 
     @reporting
     def join(self, host: str, port: int, timeout: float) -> None:
-        from workers.parallel import SingleProcessGroup, connect
+        from workers.joining import join_group
 
         place = self.place
-        if place.num_ranks == 1:
-            self.group = SingleProcessGroup(place.device)
-            return
-        backend = "nccl" if place.device == "cuda" else "gloo"
-        self.group = connect(host, port, place.rank, place.num_ranks, backend=backend, timeout=timeout)
+        self.group = join_group(
+            self.config, host, port, place.rank, place.num_ranks, device=place.device, timeout=timeout
+        )
 
     @reporting
     def load(self) -> float:
@@ -158,6 +157,7 @@ class WorkerActor:
             engine_epoch=engine_epoch,
             config=self.config.cluster,
         )
+        _settle()
         try:
             if self.worker.device.type == "cuda":
                 channel.serve_ahead(Steps(self.worker.launch, self.worker.collect, lambda pending: pending.is_done()))
@@ -220,6 +220,7 @@ class SchedulerActor:
     def run(self) -> tuple[str, bool]:
         """Wait for the end of the engine: the root error, if it was not stopped, and whether that is secondhand."""
         loop = self._running()
+        _settle()
         while (status := loop.status()).state not in ("failed", "stopped"):
             time.sleep(STATUS_POLL_S)
         return (status.reason, loop.is_reason_secondhand) if status.state == "failed" else ("", False)
@@ -279,6 +280,7 @@ class IngressActor:
                 app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=INGRESS_FLUSH_S
             )
         )
+        _settle()
         asyncio.run(_serve_http(frontend, self.server, self.socket))
 
     @reporting
@@ -294,6 +296,12 @@ class IngressActor:
         """Close the door, let answers that are complete reach their clients."""
         if self.server:
             self.server.should_exit = True
+
+
+def _settle() -> None:
+    """What a process has made by now stays: the collector need not go through it again and again between two steps."""
+    gc.collect()
+    gc.freeze()
 
 
 async def _serve_http(frontend: Frontend, server: Any, bound: socket.socket) -> None:

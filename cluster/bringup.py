@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from cluster.actors import EngineFacts, IngressActor, RankPlace, SchedulerActor, WorkerActor
 from cluster.deployment import Deployment, Replica, served_name
-from cluster.exit_codes import ModelError
+from cluster.deployment_errors import ModelError
 from cluster.identity import Identity, base_versions, check_same, source_root
 from cluster.phases import Phases
 from cluster.placement import GroupPlan, NodeResources, choose_device, order_ranks, plan_groups
@@ -122,9 +122,9 @@ class BringUp:
         """From here on the configuration has no `auto` that two processes could read differently."""
         model = replace(self.config.model, dtype=budget.dtype, max_model_len=budget.max_model_len)  # type: ignore[arg-type]
         worker = replace(self.config.worker, device=plan.device, num_threads=plan.num_threads)
-        cache = self.config.cache
-        if cache.enable_prefix_caching and not spec.can_share_prefixes(budget.max_model_len):
-            cache = replace(cache, enable_prefix_caching=False)
+        wanted = replace(self.config.cache, dtype=budget.cache_dtype)  # type: ignore[arg-type]
+        cache = spec.cache_config(wanted, budget.max_model_len)
+        if wanted.enable_prefix_caching and not cache.enable_prefix_caching:
             self.phases.show("prefix caching is off: with dynamic rope equal prefixes have unequal KV")
         self.config = replace(self.config, model=model, worker=worker, cache=cache)
 

@@ -23,7 +23,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from cluster.exit_codes import InterruptedStartError, StartupError
+from cluster.deployment_errors import InterruptedStartError, StartupError
 
 if TYPE_CHECKING:
     from cluster.supervisor import Supervisor

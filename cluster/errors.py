@@ -1,7 +1,7 @@
 """The typed errors of the cluster layer: what can go wrong between processes, and what a client is told.
 
 Owns the names alone; who raises and who answers is written in their docstrings. Knows no transport and no HTTP.
-Those that end a deployment, at the command line, are in `cluster.exit_codes`.
+Those that end a deployment, at the command line, are in `cluster.deployment_errors`.
 """
 
 # ruff: noqa: N818 - the names say what has happened

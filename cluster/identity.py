@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from cluster.exit_codes import StartupError, UsageError
+from cluster.deployment_errors import StartupError, UsageError
 
 PACKAGES = ("configs", "scheduler", "workers", "cluster")
 SOURCE_SUFFIXES = frozenset({".py", ".cpp", ".cc", ".h", ".hpp", ".cu", ".cuh"})

@@ -17,7 +17,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from cluster.exit_codes import DeploymentError, InterruptedStartError, UsageError
+from cluster.deployment_errors import DeploymentError, InterruptedStartError, UsageError
 from cluster.phases import Phases, StopRequest
 
 if TYPE_CHECKING:
@@ -128,7 +128,7 @@ def demo(
 
 
 def main() -> None:
-    """The program. Its exit code is 0, or that of the error's class in `cluster.exit_codes`."""
+    """The program. Its exit code is 0, or that of the error's class in `cluster.deployment_errors`."""
     try:
         app(prog_name="deploy.py")
     except SystemExit as end:

@@ -6,7 +6,7 @@ For tests, benchmarks and debugging; a deployment adds the transport and the cli
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from configs import EngineConfig
@@ -65,10 +65,9 @@ class LocalEngine:
             executor = LocalExecutor(config, spec)
         self.executor = executor
         max_model_len = config.model.max_model_len or spec.max_model_len
-        shares_prefixes = config.cache.enable_prefix_caching and spec.can_share_prefixes(max_model_len)
         self.scheduler = Scheduler(
             config.scheduler,
-            replace(config.cache, enable_prefix_caching=shares_prefixes),
+            spec.cache_config(config.cache, max_model_len),
             num_blocks=executor.num_blocks,
             max_model_len=max_model_len,
             vocab_size=spec.vocab_size,

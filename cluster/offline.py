@@ -22,8 +22,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from cluster.deployment_errors import DeploymentError, EngineLostError, InterruptedStartError, UsageError
 from cluster.errors import InvalidRequest, RequestError
-from cluster.exit_codes import DeploymentError, EngineLostError, InterruptedStartError, UsageError
 from cluster.prompts import Message, Prompt
 from scheduler.sampling_params import SamplingParams
 

@@ -16,7 +16,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from cluster.exit_codes import InterruptedStartError
+from cluster.deployment_errors import InterruptedStartError
 
 
 @dataclass(slots=True)

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from cluster.exit_codes import PlacementError
+from cluster.deployment_errors import PlacementError
 
 DeviceKind = Literal["cpu", "cuda"]
 MAX_THREADS_BESIDE_GPU = 8

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 
 from rich.table import Table
 
-from cluster.exit_codes import AddressError, PlacementError, UsageError
+from cluster.deployment_errors import AddressError, PlacementError, UsageError
 from cluster.placement import DeviceKind, GroupPlan, NodeResources
+from configs.cache_dtype import refusal
 from configs.matrices import num_parameters, rank_weight_bytes
 from configs.model_spec import ModelSpec
 from configs.schema import GIB, EngineConfig
@@ -41,6 +42,7 @@ class Budget:
     """What one replica will hold, and how evenly."""
 
     dtype: str
+    cache_dtype: str
     max_model_len: int
     ranks: tuple[RankBudget, ...]
     head_imbalance: float
@@ -55,7 +57,7 @@ def compute_budget(config: EngineConfig, spec: ModelSpec, device: DeviceKind) ->
     """Bytes per rank of one replica.
 
     Raises:
-        UsageError: a length limit that the model does not have.
+        UsageError: a length limit that the model does not have, or a cache that the device cannot hold.
     """
     max_model_len = config.model.max_model_len or spec.max_model_len
     if max_model_len > spec.max_model_len:
@@ -64,21 +66,35 @@ def compute_budget(config: EngineConfig, spec: ModelSpec, device: DeviceKind) ->
             "lower it or leave it out"
         )
     dtype = config.model.dtype_on(device, spec.dtype)
+    cache_dtype = config.cache.dtype_for(dtype)
+    problem = refusal(cache_dtype, device=device, model_dtype=dtype, cpu_kernels=config.worker.cpu_kernels)
+    if problem is not None:
+        raise UsageError(problem)
     shards = split_heads(spec.num_heads, spec.num_kv_heads, config.parallel.tensor_parallel_size)
     return Budget(
         dtype=dtype,
+        cache_dtype=cache_dtype,
         max_model_len=max_model_len,
-        ranks=tuple(_rank_budget(config, spec, device, dtype, rank, shard) for rank, shard in enumerate(shards)),
+        ranks=tuple(
+            _rank_budget(config, spec, device, dtype, spec.kv_bytes_per_token(cache_dtype), rank, shard)
+            for rank, shard in enumerate(shards)
+        ),
         head_imbalance=imbalance(shards),
     )
 
 
 def _rank_budget(
-    config: EngineConfig, spec: ModelSpec, device: DeviceKind, dtype: str, rank: int, shard: HeadShard
+    config: EngineConfig,
+    spec: ModelSpec,
+    device: DeviceKind,
+    dtype: str,
+    kv_bytes_per_token: int,
+    rank: int,
+    shard: HeadShard,
 ) -> RankBudget:
     loaded = spec.unquantized() if config.model.load_format == "random" else spec
     num_ranks = config.parallel.tensor_parallel_size
-    kv_per_token = spec.kv_bytes_per_token(dtype) * shard.num_kv_heads // spec.num_kv_heads
+    kv_per_token = kv_bytes_per_token * shard.num_kv_heads // spec.num_kv_heads
     return RankBudget(
         rank=rank,
         shard=shard,
@@ -114,8 +130,8 @@ def check_memory(budget: Budget, groups: Sequence[GroupPlan], nodes: Sequence[No
         if node.memory_bytes and needed > node.memory_bytes:
             raise PlacementError(
                 f"the ranks on node {node.address} need {gib(needed)} for weights and KV cache, it has "
-                f"{gib(node.memory_bytes)}; lower cache.memory_gib or cache.num_blocks, choose a smaller dtype, "
-                "or add nodes"
+                f"{gib(node.memory_bytes)}; lower cache.memory_gib or cache.num_blocks, choose a smaller "
+                "model.dtype or cache.dtype, or add nodes"
             )
 
 
@@ -187,7 +203,7 @@ def _rank_rows(budget: Budget, spec: ModelSpec) -> Mapping[str, str]:
         cost = f"unevenly: the busiest has {budget.head_imbalance:.2f}x the mean, and attention takes that much longer"
     weights = " + ".join(gib(rank.weight_bytes) for rank in budget.ranks)
     kv = " + ".join("what the GPU has left" if rank.kv_bytes is None else gib(rank.kv_bytes) for rank in budget.ranks)
-    tokens = "" if budget.num_cache_tokens is None else f" ({budget.num_cache_tokens:,} tokens)"
+    tokens = "" if budget.num_cache_tokens is None else f"{budget.num_cache_tokens:,} tokens in "
     return {
         "query heads": str(spec.num_heads)
         if len(shards) == 1
@@ -195,7 +211,7 @@ def _rank_rows(budget: Budget, spec: ModelSpec) -> Mapping[str, str]:
         "KV heads": (str(spec.num_kv_heads) if len(shards) == 1 else f"{spec.num_kv_heads} as {kv_heads}")
         + _replication(shards, spec),
         "weights per rank": weights,
-        "KV cache per rank": kv + tokens,
+        "KV cache per rank": f"{kv} ({tokens}{budget.cache_dtype})",
     }
 
 

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from cluster.exit_codes import ModelError, StartupError
+from cluster.deployment_errors import ModelError, StartupError
 from cluster.identity import python_path, source_root
 from configs.schema import ModelConfig
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cluster.exit_codes import UsageError
+from cluster.deployment_errors import UsageError
 
 Message = dict[str, Any]
 

@@ -68,7 +68,6 @@ class RankChannel:
         self.silence_timeout_s = silence_timeout_s
         self.on_orphaned = on_orphaned
         self.last_step = -1  # answered
-        self._last_launched = -1
         self._in_hand: deque[tuple[int, Any]] = deque()  # step, what its launch returned; the oldest first
         self._send_lock = threading.Lock()
         self._step_started: float | None = None
@@ -165,13 +164,12 @@ class RankChannel:
             self._step_started = time.monotonic()
         try:
             plan = decode_plan(payload)
-            self._check_order(plan)
+            self._check_epoch(plan)
             self._in_hand.append((plan.step, steps.launch(plan)))
         except Exception as error:
             self._step_started = None
             self._report(error)
             raise
-        self._last_launched = plan.step
 
     def _collect(self, steps: Steps[Any]) -> bytes:
         step, launched = self._in_hand.popleft()
@@ -187,11 +185,10 @@ class RankChannel:
             return encode_frame(FrameKind.DONE, STEP.pack(step))
         return encode_frame(FrameKind.RESULT, encode_result(result))
 
-    def _check_order(self, plan: StepPlan) -> None:
+    def _check_epoch(self, plan: StepPlan) -> None:
+        """A connection is of one epoch. Whether the plan is the next one of it, whoever executes it sees."""
         if plan.engine_epoch != self.engine_epoch:
             raise ProtocolError(f"plan of epoch {plan.engine_epoch}, this rank is of epoch {self.engine_epoch}")
-        if self._last_launched >= 0 and plan.step != self._last_launched + 1:
-            raise ProtocolError(f"plan of step {plan.step} after step {self._last_launched}")
 
     def _report(self, error: Exception) -> None:
         trace = "".join(traceback.format_exception(error))

@@ -11,7 +11,7 @@ import socket
 from collections.abc import Mapping
 from pathlib import Path
 
-from cluster.exit_codes import AddressError, UsageError
+from cluster.deployment_errors import AddressError, UsageError
 
 LOCAL = "local"
 PROBE_TIMEOUT_S = 5.0

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
-from cluster.exit_codes import DeploymentError, ModelError
+from cluster.deployment_errors import DeploymentError, ModelError
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -54,6 +54,6 @@ def _reported(error: Exception) -> Exception:
     if isinstance(error, ValueError):
         return ModelError(text)
     place = traceback.extract_tb(error.__traceback__)[-1]
-    is_consequence = isinstance(error, (ConnectionError, TimeoutError)) or type(error).__name__ == "ParallelError"
+    is_consequence = isinstance(error, (ConnectionError, TimeoutError))  # a rank's ParallelError is one of the former
     where = f"{Path(place.filename).name}:{place.lineno}"
     return ReportedError(f"{type(error).__name__}: {text} ({where})", is_consequence)

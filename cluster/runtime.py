@@ -20,7 +20,7 @@ from ray.exceptions import ActorDiedError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from cluster.exit_codes import DeploymentError, InterruptedStartError, PlacementError, StartupError
+from cluster.deployment_errors import DeploymentError, InterruptedStartError, PlacementError, StartupError
 from cluster.placement import GroupPlan, Holder, NodeResources
 from cluster.ray_environment import LOCAL
 from cluster.waiting import ActorLostError, Call, CallFailedError

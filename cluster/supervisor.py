@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal
 
 from cluster.bringup import BringUp
 from cluster.deployment import Deployment, Replica
-from cluster.exit_codes import DeploymentError, EngineLostError
+from cluster.deployment_errors import DeploymentError, EngineLostError
 from cluster.phases import Phases, StopRequest
 from cluster.waiting import CONSEQUENCES_S, ActorLostError, Call, CallFailedError, is_consequence
 from configs.schema import EngineConfig

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from cluster.exit_codes import DeploymentError, ModelError, StartupError
+from cluster.deployment_errors import DeploymentError, ModelError, StartupError
 from cluster.reporting import one_line
 
 POLL_S = 0.2

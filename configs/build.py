@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, Field, asdict, dataclass, fields, is_dataclass
 from typing import Any, Literal, get_args, get_origin
 
+from configs.cache_dtype import refusal
 from configs.schema import EngineConfig
 
 _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
@@ -202,6 +203,7 @@ class _Builder:
                     f"tokens and must have room for that many {meaning}; lower the first to at most {budget}, or "
                     f"raise the second to at least {value}",
                 )
+        self._check_cache_dtype(config)
         engine_id = config.cluster.engine_id
         if engine_id is not None and not _ENGINE_ID.fullmatch(engine_id):
             self.fail(
@@ -209,3 +211,18 @@ class _Builder:
                 f"cluster.engine_id is {engine_id!r}; give 1 to 63 letters, digits, dots, dashes or underscores, "
                 "the first a letter or a digit",
             )
+
+    def _check_cache_dtype(self, config: EngineConfig) -> None:
+        """As far as it can be told before device and checkpoint are known; `cluster.preflight` knows both."""
+        device, dtype = config.worker.device, config.cache.dtype
+        if device == "auto" or dtype == "auto":
+            return
+        known = device == "cpu" or config.model.dtype != "auto"
+        problem = refusal(
+            dtype,
+            device=device,
+            model_dtype=config.model.dtype_on(device, "") if known else None,
+            cpu_kernels=config.worker.cpu_kernels,
+        )
+        if problem is not None:
+            self.fail("cache.dtype", problem)

@@ -27,10 +27,10 @@ class Matrix:
 def split_inner(spec: ModelSpec, num_ranks: int) -> tuple[range, ...]:
     """The inner features of the MLP that each rank holds.
 
-    Cut where groups of 4-bit weights end, if there are enough of them, so that each part can stay as it is.
+    Cut where groups of quantised weights end, if there are enough of them, so that each part can stay as it is.
     """
     size, quantization = spec.intermediate_size, spec.quantization
-    group = quantization.group_size if quantization is not None and not quantization.act_order else None
+    group = None if quantization is None else quantization.column_group
     if group is None or size % group or size // group < num_ranks:
         return split_range(size, num_ranks, ALIGNMENT)
     return tuple(range(part.start * group, part.stop * group) for part in split_range(size // group, num_ranks))

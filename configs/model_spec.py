@@ -12,8 +12,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from configs.cache_dtype import head_bytes
 from configs.quantization import QuantizationSpec, read_quantization
 from configs.rope_spec import RopeSpec, read_layered_rope, read_rope
+from configs.schema import CacheConfig
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 MODEL_TYPES = {
@@ -100,9 +102,14 @@ class ModelSpec:
         """Whether equal prefixes have equal KV: dynamic rope turns a long prompt by angles that follow its length."""
         return self.rope.kind != "dynamic" or max_model_len <= self.rope.original_max_len
 
+    def cache_config(self, wanted: CacheConfig, max_model_len: int) -> CacheConfig:
+        """`wanted`, but without prefix caching where this model cannot share prefixes."""
+        shares = wanted.enable_prefix_caching and self.can_share_prefixes(max_model_len)
+        return replace(wanted, enable_prefix_caching=shares)
+
     def kv_bytes_per_token(self, dtype: str) -> int:
-        """Of the whole model on one rank; a rank's part follows its KV heads."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * DTYPE_BYTES[dtype]
+        """Of the whole model on one rank, in a cache of `dtype`; a rank's part follows its KV heads."""
+        return 2 * self.num_layers * self.num_kv_heads * head_bytes(dtype, self.head_dim)
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:

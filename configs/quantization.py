@@ -16,6 +16,8 @@ Format = Literal["fp8", "awq", "gptq", "float-quantized", "pack-quantized"]
 REMEDY = "use the unquantised checkpoint, a .gguf file, or one in fp8, awq, gptq or compressed-tensors format"
 INT4_KERNEL_GROUPS = (256, 128, 64, 32)
 """Input features that may share a scale in torch's packed 4-bit product."""
+FP8_KERNEL_WIDTHS = (128, 64, 32)
+"""Columns of a block of fp8 weights that the own product takes; any number of rows may share its scale."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +38,13 @@ class QuantizationSpec:
     def bits(self) -> int:
         return 8 if self.format in ("fp8", "float-quantized") else 4
 
+    @property
+    def column_group(self) -> int | None:
+        """Neighbouring columns that share their scales; None: all do, or no neighbours."""
+        if self.block is not None:
+            return self.block[1]
+        return None if self.act_order else self.group_size
+
     def describe(self) -> str:
         """For logs and tables: "gptq, 4 bits, groups of 128"."""
         if self.bits == 8:
@@ -53,8 +62,8 @@ class QuantizationSpec:
         """Why no kernel computes with weights as they are stored, whatever the card; None: one may."""
         if dtype != "bfloat16":
             return f"the kernels for {self.bits} bits compute in bfloat16, not {dtype}; model.dtype decides"
-        if self.block is not None:
-            return "no kernel for scales in blocks"
+        if self.block is not None and self.block[1] not in FP8_KERNEL_WIDTHS:
+            return f"no kernel for blocks of {self.block[1]} columns"
         if self.bits == 8 and not self.quantized_activations:
             return "made for activations that are not quantised"
         if self.act_order:
@@ -68,7 +77,8 @@ class QuantizationSpec:
         if not num_rows or not columns:
             return False
         if self.bits == 8:
-            return num_rows % 16 == 0 and len(columns) % 16 == 0
+            at_border = self.block is None or columns.start % self.block[1] == 0
+            return at_border and num_rows % 16 == 0 and len(columns) % 16 == 0
         group = self.kernel_group(len(columns))
         at_borders = self.group_size is None or columns.start % self.group_size == len(columns) % self.group_size == 0
         return group is not None and at_borders and num_rows % 8 == 0
@@ -81,7 +91,8 @@ class QuantizationSpec:
     def kept_bytes(self, num_rows: int, num_columns: int) -> int:
         """Of a matrix that `can_keep`, with its scales (and zero points)."""
         if self.bits == 8:
-            return num_rows * (num_columns + 4)
+            num_groups = 1 if self.block is None else -(-num_columns // self.block[1])
+            return num_rows * (num_columns + 4 * num_groups)
         group = self.kernel_group(num_columns)
         assert group is not None
         return num_rows * (num_columns // 2 + 4 * (num_columns // group))

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+CacheDtype = Literal["auto", "float32", "bfloat16", "float16", "fp8", "int8"]
 Device = Literal["auto", "cpu", "cuda"]
 
 GIB = 1 << 30
@@ -32,7 +33,9 @@ class ModelConfig:
 
     path: str = field(metadata={"doc": "hub id, Hugging Face directory, or .gguf file"})
     served_name: str | None = described(None, "name clients use; default: the last part of `path`")
-    dtype: Dtype = described("auto", "weights and activations; auto: float32 on CPU, the checkpoint's on GPU")
+    dtype: Dtype = described(
+        "auto", "weights and activations; auto: the checkpoint's on GPU; on CPU float32, or bfloat16 with int8 weights"
+    )
     quantization: Literal["none", "int8"] = described("none", "int8: CPU only; weights in 8 bits")
     max_model_len: int | None = bounded(None, ge=1, doc="tokens per sequence; default: the model's own limit")
     load_format: Literal["auto", "random"] = described("auto", "random: weights drawn from `seed`, for benchmarks")
@@ -43,7 +46,10 @@ class ModelConfig:
         """What `dtype` means on a "cpu" or "cuda" for weights that are stored in `checkpoint_dtype`."""
         if self.dtype != "auto":
             return self.dtype
-        return "float32" if device == "cpu" else checkpoint_dtype
+        if device != "cpu":
+            return checkpoint_dtype
+        # Beside weights in 8 bits nothing is lost by keeping embedding and KV cache in 16.
+        return "bfloat16" if self.quantization == "int8" else "float32"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +64,7 @@ class ParallelConfig:
 class CacheConfig:
     """The paged KV cache."""
 
+    dtype: CacheDtype = described("auto", "keys and values; auto: as `model.dtype`; int8: CPU only; fp8: GPU")
     block_size: int = bounded(256, ge=1, le=4096, doc="tokens per block; flash-attn needs a multiple of 256")
     num_blocks: int | None = bounded(None, ge=1, doc="blocks per rank; default: what fits in memory")
     memory_gib: float | None = bounded(None, ge=0.001, doc="KV memory per rank on CPU; default: 1 GiB")
@@ -69,6 +76,10 @@ class CacheConfig:
     def cpu_bytes(self) -> int:
         """KV memory of a rank on CPU where `num_blocks` does not decide."""
         return int((self.memory_gib or DEFAULT_CPU_CACHE_GIB) * GIB)
+
+    def dtype_for(self, model_dtype: str) -> str:
+        """What `dtype` means beside a model that computes in `model_dtype`."""
+        return model_dtype if self.dtype == "auto" else self.dtype
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,9 +4,9 @@ A worker keeps the state of each running sequence in a *slot*, a row of its pers
 describes a sequence whole once, when it is admitted to a slot, and afterwards sends only differences. The
 bytes are made in `scheduler.codec`; this file knows neither bytes nor policy.
 
-A worker applies a plan in the order of its fields: release slots, admit sequences, copy blocks, append blocks,
-then compute. Plans of one epoch are executed in order, so a plan may rely on every KV entry that an
-earlier plan writes, and on the token that the worker itself sampled in the step before.
+A worker applies a plan in this order: release slots, admit sequences, append blocks, copy blocks, then compute. Plans
+of one epoch are executed in order, so a plan may rely on every KV entry that an earlier plan writes, and on the token
+that the worker itself sampled in the step before.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What computes a loaded model's steps, chosen once at start and told to the log.
+"""What computes a loaded model's steps and chooses their tokens, decided once at start and told to the log.
 
 On a CPU that is the C++ kernels where they can be built, else the PyTorch model as it is. Knows neither how the kernels
 are built nor what a step holds.
@@ -12,17 +12,18 @@ from pathlib import Path
 import torch
 
 from configs import EngineConfig
+from configs.cache_dtype import PYTORCH
 from configs.model_spec import ModelSpec
 from workers.cpu_decoder import CpuDecoder
 from workers.cpu_packing import WeightFormat
+from workers.kernels.available import triton_unavailable_reason
 from workers.kernels.cpu import CpuKernels, load_kernels
 from workers.kernels.cpu.build import KernelsUnavailable
 from workers.models.decoder import CausalLM
 from workers.parallel import ParallelGroup
+from workers.sampler import ChooseTokens, choose_with_torch, choose_with_triton
 
 log = logging.getLogger(__name__)
-
-PYTORCH = "pytorch"
 
 
 def choose_compute(
@@ -68,11 +69,27 @@ def choose_compute(
     return decoder
 
 
+def choose_sampler(model: CausalLM | CpuDecoder, device: torch.device) -> ChooseTokens:
+    """The quickest that there is for logits of `model`."""
+    if isinstance(model, CpuDecoder):
+        return model.make_sampler()
+    if device.type != "cuda":
+        return choose_with_torch
+    reason = triton_unavailable_reason(device)
+    log.info("sampler: %s", "Triton kernels" if reason is None else f"PyTorch, without Triton: {reason}")
+    return choose_with_triton if reason is None else choose_with_torch
+
+
 def _kernels(config: EngineConfig, dtype: torch.dtype) -> CpuKernels:
-    if config.worker.cpu_kernels == PYTORCH:
-        raise KernelsUnavailable("worker.cpu_kernels is pytorch")
     if dtype not in (torch.float32, torch.bfloat16):
         raise KernelsUnavailable(f"they do not compute in {str(dtype).removeprefix('torch.')}")
+    return configured_kernels(config)
+
+
+def configured_kernels(config: EngineConfig) -> CpuKernels:
+    """Raises KernelsUnavailable: not wanted, or they cannot be had on this machine."""
+    if config.worker.cpu_kernels == PYTORCH:
+        raise KernelsUnavailable("worker.cpu_kernels is pytorch")
     cache_dir = None if config.model.cache_dir is None else Path(config.model.cache_dir) / "kernels"
     return load_kernels(config.worker.cpu_kernels, cache_dir)
 

@@ -7,7 +7,7 @@ spec's numbers say what it computes, no architecture is asked for by name. Knows
 from __future__ import annotations
 
 from ctypes import byref, c_float
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from configs.model_spec import ModelSpec
 from workers.attention.base import AttentionMetadata
 from workers.cpu_packing import WeightFormat, WeightPacker
+from workers.cpu_sampler import CpuSampler
 from workers.kernels.cpu.library import (
     AllReduce,
     CDescription,
@@ -22,6 +23,7 @@ from workers.kernels.cpu.library import (
     CpuKernels,
     CStep,
     Format,
+    KvFormat,
     Pool,
     Then,
     cache_strides,
@@ -32,6 +34,7 @@ from workers.layers.mlp import GatedMLP
 from workers.layers.rotary import RotaryEmbedding, inverse_frequencies
 from workers.models.decoder import CausalLM
 from workers.parallel import ParallelGroup
+from workers.shared_memory_group import SharedMemoryGroup
 
 ACTIVATIONS = {"silu": Then.SILU_TIMES_UP, "gelu_tanh": Then.GELU_TIMES_UP}
 
@@ -97,9 +100,7 @@ class CpuDecoder:
         status = self._kernels.decoder_forward(self._decoder, byref(self._step))
         del keep
         if status:
-            error, self._error = self._error, None
-            assert error is not None, f"the decoder stopped with status {status}"
-            raise error
+            self._raise(status)
         return self._hidden[:num_tokens]
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
@@ -114,6 +115,10 @@ class CpuDecoder:
             self._decoder, hidden.data_ptr(), hidden.stride(0), num_rows, logits.data_ptr(), self._logits.shape[1]
         )
         return self._group.all_gather(logits, self._part_sizes)
+
+    def make_sampler(self) -> CpuSampler:
+        """Chooses tokens on the threads of the decoder, which is not at work meanwhile."""
+        return CpuSampler(self._kernels, self._pool, self._spec.vocab_size)
 
     def close(self) -> None:
         if self._decoder is not None:
@@ -200,7 +205,9 @@ class CpuDecoder:
             final_norm=self._vector(model.model.norm.weight),
         )
         self._describe_ropes(description)
-        if group.size > 1:
+        if isinstance(group, SharedMemoryGroup):
+            description.all_reduce, description.group = group.direct_all_reduce
+        elif group.size > 1:
             self._all_reduce = AllReduce(self._reduce)
             description.all_reduce = self._all_reduce
         return description
@@ -223,11 +230,11 @@ class CpuDecoder:
         """A decoder over this cache; what an earlier one worked in is given back."""
         self.close()
         for packed, k, v in zip(self._layers, kv.k, kv.v, strict=True):
-            assert k.dtype == v.dtype and k.stride() == v.stride() and k.dtype in (torch.float32, torch.bfloat16)
+            assert k.dtype == v.dtype and k.stride() == v.stride()
             packed.k_cache, packed.v_cache = k.data_ptr(), v.data_ptr()
             packed.block_stride, packed.token_stride, packed.head_stride = cache_strides(k)
         self._description.kv_block_size = kv.block_size
-        self._description.kv_is_bfloat16 = int(kv.k[0].dtype == torch.bfloat16)
+        self._description.kv_format = KvFormat.of(kv.k[0].dtype)
         self._decoder = self._kernels.decoder_create(self._pool.handle, byref(self._description), self._layers)
         if not self._decoder:
             raise MemoryError("the CPU kernels could not allocate what they need")
@@ -253,7 +260,15 @@ class CpuDecoder:
         step.hidden = self._hidden.data_ptr()
         return keep
 
-    def _reduce(self, address: int, count: int) -> int:
+    def _raise(self, status: int) -> NoReturn:
+        """Only sums over the ranks end a step."""
+        if isinstance(self._group, SharedMemoryGroup):
+            self._group.check(status, "all_reduce")
+        error, self._error = self._error, None
+        assert error is not None, f"the decoder stopped with status {status}"
+        raise error
+
+    def _reduce(self, _group: int | None, address: int, count: int) -> int:
         """Called from C++ within a step. An exception cannot pass through: it is kept, and the step ends."""
         try:
             values = (c_float * count).from_address(address)

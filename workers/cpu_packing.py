@@ -14,7 +14,7 @@ from workers.kernels.cpu.library import CpuKernels, Format, PackedMatrix, Pool
 
 WeightFormat = Literal["float32", "bfloat16", "int8"]
 """float32: the weights' own precision, kept in 16 bits where that loses nothing. int8: one scale per output;
-activations have 15 bits and one scale per token, embedding and KV cache the model's dtype."""
+activations have 15 bits and one scale per token, the embedding has the model's dtype."""
 
 
 class WeightPacker:

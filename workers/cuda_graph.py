@@ -99,21 +99,19 @@ class DecodeGraphs:
         self._replays: dict[int, Replay] = {}
 
     @torch.inference_mode()
-    def capture(self) -> None:
-        """Capture every size, the largest first: the smaller ones fit into the memory that it needed.
+    def capture(self, num_largest: int | None = None) -> None:
+        """Capture every size, or the largest few, that is not yet; the smaller fit into the memory of the largest.
 
         All ranks must call it together.
         """
         assert self._num_filled == 0, "captured before the first step"
         started = time.monotonic()
-        for size in reversed(self.sizes):
+        missing = [size for size in self.sizes[::-1][:num_largest] if size not in self._replays]
+        for size in missing:
             self._replays[size] = self._capture(lambda size=size: self._run(size))  # type: ignore[misc]
-        log.info(
-            "captured %d decode graphs of up to %d rows in %.1f s",
-            len(self.sizes),
-            self.sizes[-1],
-            time.monotonic() - started,
-        )
+        if num_largest is None:
+            seconds = time.monotonic() - started
+            log.info("captured %d decode graphs of up to %d rows in %.1f s", len(missing), self.sizes[-1], seconds)
 
     def serves(self, meta: AttentionMetadata) -> bool:
         """Whether a step consists of nothing but decode rows, and not of too many."""

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from workers.model_runner import PendingStep
     from workers.worker import Worker
 
-_PLAN, _RESULT, _ALLOCATE, _NUM_BLOCKS, _PORT, _READY, _ERROR, _STOP = (bytes([kind]) for kind in range(8))
+_PLAN, _RESULT, _ALLOCATE, _NUM_BLOCKS, _PORT, _READY, _ERROR, _LOST_PEER, _STOP = (bytes([n]) for n in range(9))
+_FAILURES = (_ERROR, _LOST_PEER)
 
 EXIT_TIMEOUT_S = 5.0
 ROOT_CAUSE_WAIT_S = 0.5
@@ -146,7 +147,7 @@ class _Ranks:
             for pipe in ready:
                 rank = self._pipes.index(pipe)  # type: ignore[arg-type]
                 frame = self._read(rank)
-                if frame is None or frame[:1] == _ERROR:
+                if frame is None or frame[:1] in _FAILURES:
                     self._fail(rank, frame)
                 assert frame[:1] == kind, f"rank {rank} sent a frame of kind {frame[0]}, not {kind[0]}"
                 found[rank] = frame[1:]
@@ -187,7 +188,7 @@ class _Ranks:
             for pipe in ready:
                 other = self._pipes.index(pipe)  # type: ignore[arg-type]
                 said = self._read(other)
-                if said is None or said[:1] == _ERROR:
+                if said is None or said[:1] in _FAILURES:
                     failures[other] = said
         self._give_up(min((_severity(said), rank, self._describe(rank, said)) for rank, said in failures.items())[2])
 
@@ -207,7 +208,7 @@ def _severity(frame: bytes | None) -> int:
     """A rank that died is a cause, one that lost its peers a consequence."""
     if frame is None:
         return 0
-    return 2 if b"ParallelError" in frame else 1
+    return 2 if frame[:1] == _LOST_PEER else 1
 
 
 def _make_worker(config: EngineConfig, spec: ModelSpec) -> Worker:
@@ -228,12 +229,14 @@ def _run_rank(pipe: Connection, config: EngineConfig, spec: ModelSpec, rank: int
         pass  # the executor's process is gone
     except Exception as error:  # the edge of the process: the executor must hear of it
         trace = traceback.format_exc()
+        kind = _LOST_PEER if isinstance(error, ConnectionError) else _ERROR
         with suppress(OSError):
-            pipe.send_bytes(_ERROR + f"{type(error).__name__}: {error}\n{trace}".encode())
+            pipe.send_bytes(kind + f"{type(error).__name__}: {error}\n{trace}".encode())
 
 
 def _serve_plans(pipe: Connection, config: EngineConfig, spec: ModelSpec, rank: int, size: int) -> None:
-    from workers.parallel import bind_store, connect
+    from workers.joining import join_group
+    from workers.parallel import bind_store
     from workers.worker import Worker, choose_num_threads
 
     store = None  # held until the end: the group meets there
@@ -243,7 +246,8 @@ def _serve_plans(pipe: Connection, config: EngineConfig, spec: ModelSpec, rank: 
     frame = pipe.recv_bytes()
     if frame == _STOP:
         return
-    group = connect("127.0.0.1", int(frame[1:]), rank, size, "gloo", config.cluster.startup_timeout_s)
+    timeout = config.cluster.startup_timeout_s
+    group = join_group(config, "127.0.0.1", int(frame[1:]), rank, size, device="cpu", timeout=timeout)
     worker = Worker(config, spec, group, num_threads=choose_num_threads(config, size))
     worker.load_model()
     pipe.send_bytes(_NUM_BLOCKS + str(worker.measure_num_blocks()).encode())

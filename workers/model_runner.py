@@ -21,7 +21,7 @@ from workers.input_batch import InputBatch, StepRows
 from workers.kv_cache import KVCache
 from workers.logprobs import Scores, copy_to_host, score
 from workers.plan_check import PlanError, check_blocks
-from workers.sampler import sample
+from workers.sampler import ChooseTokens, choose_with_torch, sample
 from workers.sampling_state import NOT_ASKED, SamplingState
 
 PROMPT_ROWS_PER_CALL = 256
@@ -71,6 +71,7 @@ class ModelRunner:
         *,
         answers: bool = True,
         graphs: DecodeGraphs | None = None,
+        choose_tokens: ChooseTokens = choose_with_torch,
     ) -> None:
         self.model = model
         self.kv = kv
@@ -78,6 +79,7 @@ class ModelRunner:
         self.sampling = sampling
         self.answers = answers
         self.graphs = graphs
+        self.choose_tokens = choose_tokens
         self._engine_epoch = -1
         self._next_step = 0
 
@@ -166,13 +168,15 @@ class ModelRunner:
         asking_rows = self.batch.put(asking) if len(asking) else None
         raw = None if asking_rows is None else logits[asking_rows]  # the sampler changes logits in place
         asked = self.sampling.rows(slots, rows.sampled_positions)
-        tokens = sample(logits, asked, self.sampling.counts)
+        tokens = sample(logits, asked, self.sampling.counts, self.choose_tokens)
         self.sampling.count_sampled(asked, tokens)
         scores = None if raw is None else score(raw, tokens[asking_rows], int(num_logprobs.max()))
         return tokens, slots[asking], scores
 
     def _score_prompts(self, plan: StepPlan, rows: StepRows, hidden: Tensor) -> list[tuple[int, int, Scores]]:
         """The scores of prompt tokens that follow a token of this step, for each prefill row that asked."""
+        if not len(plan.prefill_slots):
+            return []
         num_top = self.sampling.num_prompt_logprobs[plan.prefill_slots]
         found = []
         for i in np.flatnonzero(num_top != NOT_ASKED).tolist():

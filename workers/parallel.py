@@ -23,8 +23,11 @@ if TYPE_CHECKING:
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
-class ParallelError(RuntimeError):
-    """A rank could not reach its peers, or lost them: usually the consequence of another rank's failure."""
+class ParallelError(ConnectionError):
+    """A rank could not reach its peers, or lost them: usually the consequence of another rank's failure.
+
+    Told from a rank's own failures by its base class, which those know too who do not import this module.
+    """
 
 
 class ParallelGroup(ABC):
@@ -160,8 +163,7 @@ def connect(
     if backend not in ("gloo", "nccl"):
         raise ValueError(f"no such backend: {backend!r}; give gloo or nccl")
     limit = timedelta(seconds=timeout)
-    try:
-        store = dist.TCPStore(host, port, is_master=False, timeout=limit)
+    with meeting(host, port, rank, size, timeout) as store:
         if backend == "gloo":
             target = torch.device(device or "cpu")
             group = _gloo_group(store, rank, size, _own_address(host, port), limit)
@@ -170,11 +172,22 @@ def connect(
             group = _nccl_group(store, rank, size, limit)
         joined = TorchGroup(group, rank, size, target)
         joined.barrier()
+    return joined
+
+
+@contextmanager
+def meeting(host: str, port: int, rank: int, size: int, timeout: float) -> Iterator[dist.Store]:
+    """The store at `host`:`port`, for ranks that are about to form a group; it waits for an answer for `timeout` s.
+
+    Raises:
+        ParallelError: whatever went wrong within; the message names this rank and the store.
+    """
+    try:
+        yield dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout))
     except (RuntimeError, OSError) as error:  # c10d's own errors are RuntimeErrors
         raise ParallelError(
             f"rank {rank} of {size} did not meet its peers at {host}:{port} within {timeout:g} s: {error}"
         ) from error
-    return joined
 
 
 def _gloo_group(store: dist.Store, rank: int, size: int, address: str, limit: timedelta) -> dist.ProcessGroup:

@@ -15,12 +15,12 @@ whatever the size of the vocabulary. Two stages, because one would need fresh no
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from workers.kernels.available import triton_unavailable_reason
 from workers.rng import gumbel
 from workers.token_counts import TokenCounts
 
@@ -67,16 +67,35 @@ class SamplingRows:
     forbidden: tuple[Tensor, Tensor] | None = None  # rows, token ids
 
 
-def sample(logits: Tensor, asked: SamplingRows, counts: TokenCounts) -> Tensor:
+ChooseTokens = Callable[[Tensor, Tensor, SamplingRows], None]
+"""(tokens [R] int64, adjusted logits [R, vocab], what is asked): puts the token of each row in its place.
+
+`workers.compute` takes one of several at start. They choose the same tokens, but for draws so close that the last bits
+of a sum decide. In a row with a NaN the greedy token is the first NaN.
+"""
+
+
+def choose_with_torch(tokens: Tensor, logits: Tensor, asked: SamplingRows) -> None:
+    """Any device; defines correct."""
+    _choose_greedy(tokens, logits, asked)
+    if asked.drawn is not None:
+        draw_with_torch(tokens, logits, asked.drawn)
+
+
+def choose_with_triton(tokens: Tensor, logits: Tensor, asked: SamplingRows) -> None:
+    """CUDA."""
+    _choose_greedy(tokens, logits, asked)
+    if asked.drawn is not None:
+        draw_with_triton(tokens, logits, asked.drawn)
+
+
+def sample(
+    logits: Tensor, asked: SamplingRows, counts: TokenCounts, choose_tokens: ChooseTokens = choose_with_torch
+) -> Tensor:
     """Token ids [R], int64. `logits` [R, vocab] are changed in place where a row asks for it."""
     _adjust(logits, asked, counts)
     tokens = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
-    if asked.greedy is not None:
-        tokens[asked.greedy] = _first_largest(logits[asked.greedy])
-    if asked.drawn is not None:
-        has_kernel = logits.is_cuda and triton_unavailable_reason(logits.device) is None
-        draw = draw_with_triton if has_kernel else draw_with_torch
-        draw(tokens, logits, asked.drawn)
+    choose_tokens(tokens, logits, asked)
     return tokens
 
 
@@ -102,9 +121,12 @@ def draw_with_triton(tokens: Tensor, logits: Tensor, asked: DrawnRows) -> None:
     )
 
 
-def _first_largest(logits: Tensor) -> Tensor:
-    # On a CPU `max` is several times as quick as `argmax`, and finds the same.
-    return torch.argmax(logits, dim=-1) if logits.is_cuda else torch.max(logits, dim=-1).indices
+def _choose_greedy(tokens: Tensor, logits: Tensor, asked: SamplingRows) -> None:
+    """The first of the largest."""
+    if asked.greedy is not None:
+        rows = logits[asked.greedy]
+        # On a CPU `max` is several times as quick as `argmax`, and finds the same.
+        tokens[asked.greedy] = torch.argmax(rows, dim=-1) if rows.is_cuda else torch.max(rows, dim=-1).indices
 
 
 def _adjust(logits: Tensor, asked: SamplingRows, counts: TokenCounts) -> None:
@@ -163,11 +185,11 @@ def _threshold(scaled: Tensor, asked: DrawnRows) -> Tensor | None:
 def _top_threshold(scaled: Tensor, top_k: Tensor, top_p: Tensor, max_top_k: int) -> Tensor:
     """Top-k first, then the fewest tokens whose share of what is left reaches top-p.
 
-    Looks at the likeliest candidates only. Rows whose top-p reaches beyond them sort everything: rare on a trained
-    model's logits. CUDA sorts at once, because asking whether it must would wait for the device.
+    Looks at the likeliest candidates only. Rows whose tokens in question reach beyond them sort everything: rare on a
+    trained model's logits. CUDA sorts at once, because asking whether it must would wait for the device.
     """
     vocab_size = scaled.shape[1]
-    num_candidates = vocab_size if scaled.is_cuda else min(vocab_size, max(NUM_CANDIDATES, max_top_k))
+    num_candidates = vocab_size if scaled.is_cuda else min(vocab_size, max(NUM_CANDIDATES, max_top_k + 1))
     threshold, is_open = _candidate_threshold(scaled, top_k, top_p, num_candidates)
     if num_candidates < vocab_size and bool(is_open.any()):
         rows = is_open.squeeze(1)
@@ -188,7 +210,8 @@ def _candidate_threshold(scaled: Tensor, top_k: Tensor, top_p: Tensor, num_candi
     num_kept = is_kept.sum(dim=-1, keepdim=True).clamp_(min=1)
     has_p = top_p < 1.0
     pth = torch.where(has_p, candidates.gather(1, num_kept - 1), -torch.inf)
-    is_open = has_p & ~has_k & (num_kept == num_candidates)
+    # With top-k: where its ties, which count among what is left, may go on beyond the candidates.
+    is_open = has_p & torch.where(has_k, candidates[:, -1:] == kth, num_kept == num_candidates)
     return torch.maximum(kth, pth), is_open
 
 

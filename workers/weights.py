@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from configs.model_spec import ModelSpec
 from workers.layers.parameter import Piece, ShardedParameter
 from workers.quantization.kept import load_kept
+from workers.quantization.kv_scales import load_kv_scales
 from workers.quantization.source import DequantizingSource
 
 RANDOM_SCALE = 0.02 * math.sqrt(3.0)
@@ -40,8 +41,12 @@ class WeightSource(Protocol):
         ...
 
 
-def load_weights(model: nn.Module, spec: ModelSpec, *, load_format: str = "auto", seed: int = 0) -> None:
+def load_weights(
+    model: nn.Module, spec: ModelSpec, *, load_format: str = "auto", seed: int = 0, kv_scales: bool = False
+) -> None:
     """Fill every parameter of `model`, this rank's part of the checkpoint in `spec.directory`.
+
+    `kv_scales`: take over the scales of a KV cache in fp8, if it brings them.
 
     ValueError: tensors that are missing, left over, or of another shape than the configuration says.
     """
@@ -56,6 +61,8 @@ def load_weights(model: nn.Module, spec: ModelSpec, *, load_format: str = "auto"
             source = DequantizingSource(files, spec.quantization)
             fill(model, source)
             load_kept(model, source)
+            if kv_scales:
+                load_kv_scales(model, files)
             files.check_all_used(tied=spec.tie_word_embeddings, is_idle=source.is_idle)
 
 

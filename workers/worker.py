@@ -12,15 +12,18 @@ import os
 import torch
 
 from configs import EngineConfig
+from configs.cache_dtype import refusal
 from configs.model_spec import ModelSpec
 from configs.sharding import split_heads
 from scheduler.output import StepPlan, StepResult
 from workers.attention import AttentionMetadata, AttentionNeeds, choose_backend
-from workers.compute import choose_compute
+from workers.compute import choose_compute, choose_sampler
 from workers.cpu_decoder import CpuDecoder
 from workers.cuda_graph import CudaCapture, DecodeGraphs
+from workers.gpu_memory import CudaMeter, bytes_left
 from workers.input_batch import InputBatch
 from workers.kv_cache import KVCache, bytes_per_block, num_blocks_in
+from workers.kv_format import torch_dtype
 from workers.model_runner import ModelRunner, PendingStep
 from workers.models.decoder import CausalLM
 from workers.models.registry import build_model
@@ -41,6 +44,20 @@ def choose_dtype(config: EngineConfig, spec: ModelSpec, device: torch.device) ->
     return dtype
 
 
+def choose_cache_dtype(config: EngineConfig, spec: ModelSpec, device: torch.device) -> torch.dtype:
+    """Of keys and values.
+
+    Raises:
+        ValueError: what is configured cannot be held on this device.
+    """
+    model_dtype = config.model.dtype_on(device.type, spec.dtype)
+    dtype = config.cache.dtype_for(model_dtype)
+    problem = refusal(dtype, device=device.type, model_dtype=model_dtype, cpu_kernels=config.worker.cpu_kernels)
+    if problem is not None:
+        raise ValueError(problem)
+    return torch_dtype(dtype)
+
+
 class Worker:
     """In order: `load_model`, `measure_num_blocks`, `allocate_cache` with the smallest number of all ranks, `execute`.
 
@@ -58,6 +75,7 @@ class Worker:
         self.group = group
         self.device = group.device
         self.dtype = choose_dtype(config, spec, self.device)
+        self.cache_dtype = choose_cache_dtype(config, spec, self.device)
         self.shard = split_heads(spec.num_heads, spec.num_kv_heads, group.size)[group.rank]
         self.max_model_len = config.model.max_model_len or spec.max_model_len
         self._model: CausalLM | CpuDecoder | None = None
@@ -75,12 +93,19 @@ class Worker:
             dtype=self.dtype,
             head_dim=self.spec.head_dim,
             block_size=self.config.cache.block_size,
+            cache_dtype=self.cache_dtype,
             soft_cap=self.spec.attention_soft_cap is not None,
         )
         backend = choose_backend(self.config.worker.attention_backend, needs)
         self._has_graphs = self.device.type == "cuda" and backend.capturable and self.config.worker.cuda_graphs
         model = build_model(self.spec, self.group, backend, self.dtype, self.device)
-        load_weights(model, self.spec, load_format=self.config.model.load_format, seed=self.config.model.seed)
+        load_weights(
+            model,
+            self.spec,
+            load_format=self.config.model.load_format,
+            seed=self.config.model.seed,
+            kv_scales=self.cache_dtype == torch.float8_e4m3fn,
+        )
         num_threads = self.num_threads or torch.get_num_threads()
         self._model = choose_compute(model, self.config, self.spec, self.group, self.dtype, num_threads=num_threads)
         if isinstance(self._model, CpuDecoder) and self.num_threads is not None:
@@ -98,11 +123,16 @@ class Worker:
             block_size=self.config.cache.block_size,
             num_kv_heads=self.shard.num_kv_heads,
             head_dim=self.spec.head_dim,
-            dtype=self.dtype,
+            dtype=self.cache_dtype,
         )
         available = None
         if self.device.type == "cuda" and self.config.cache.num_blocks is None:
-            available = self._measure_gpu_bytes()
+            available = bytes_left(
+                CudaMeter(self.device),
+                self.config.cache.gpu_memory_utilization,
+                run_largest=self.profile_step,
+                make_graphs=self._make_trial_graphs if self._has_graphs else None,
+            )
         return num_blocks_in(self.config.cache, block_bytes=block_bytes, available_bytes=available)
 
     def allocate_cache(self, num_blocks: int) -> None:
@@ -122,7 +152,15 @@ class Worker:
         sampling = SamplingState(num_slots, self.spec.vocab_size, self.spec.eos_token_ids, self.device)
         kv = self._make_cache(num_blocks)
         graphs = self._capture_graphs(kv)
-        self._runner = ModelRunner(self._model, kv, batch, sampling, answers=self.group.rank == 0, graphs=graphs)
+        self._runner = ModelRunner(
+            self._model,
+            kv,
+            batch,
+            sampling,
+            answers=self.group.rank == 0,
+            graphs=graphs,
+            choose_tokens=choose_sampler(self._model, self.device),
+        )
 
     @property
     def runner(self) -> ModelRunner:
@@ -164,15 +202,20 @@ class Worker:
             block_size=self.config.cache.block_size,
             num_kv_heads=self.shard.num_kv_heads,
             head_dim=self.spec.head_dim,
-            dtype=self.dtype,
+            dtype=self.cache_dtype,
             device=self.device,
         )
 
     def _capture_graphs(self, kv: KVCache) -> DecodeGraphs | None:
         if not self._has_graphs:
             return None
+        graphs = self._make_graphs(kv)
+        graphs.capture()
+        return graphs
+
+    def _make_graphs(self, kv: KVCache) -> DecodeGraphs:
         assert self._model is not None
-        graphs = DecodeGraphs(
+        return DecodeGraphs(
             self._model,
             kv,
             max_num_seqs=self.config.scheduler.max_num_seqs,
@@ -183,38 +226,34 @@ class Worker:
             dynamic_rope=self.spec.rope.kind == "dynamic",
             capture=CudaCapture(),
         )
-        graphs.capture()
-        return graphs
 
-    def _measure_gpu_bytes(self) -> int:
-        """What is left of this rank's share of the GPU after weights and the largest step.
-
-        Counts what this process holds, not what its neighbours on the device happen to hold at the moment; theirs
-        matters only where less is free than the share promises.
-        """
-        free_before, total = torch.cuda.mem_get_info(self.device)
-        torch.cuda.reset_peak_memory_stats(self.device)
-        held_before = torch.cuda.memory_reserved(self.device)
-        self.profile_step()
-        torch.cuda.synchronize(self.device)
-        peak = torch.cuda.max_memory_reserved(self.device)
-        torch.cuda.empty_cache()
-        share = int(total * self.config.cache.gpu_memory_utilization) - peak
-        return min(share, free_before - (peak - held_before))
+    def _make_trial_graphs(self) -> DecodeGraphs:
+        """Over a cache of the dummy block alone: all rows are padding."""
+        return self._make_graphs(self._make_cache(0))
 
     @torch.inference_mode()
     def profile_step(self) -> None:
-        """Compute the largest step there can be, over a throw-away cache."""
+        """Compute the largest steps there can be, over a throw-away cache: one of decode rows, then one of prompts.
+
+        What the first leaves allocated, as a backend's partial results, is there while the second runs.
+        """
         assert self._model is not None, "load_model comes first"
         limits, block_size = self.config.scheduler, self.config.cache.block_size
         chunk = min(limits.max_prefill_chunk, limits.max_num_batched_tokens, self.max_model_len)
         lengths = [chunk] * max(1, limits.max_num_batched_tokens // chunk)
         # All sequences write over each other in the same blocks: the numbers do not matter, the sizes do.
         blocks = list(range(-(-chunk // block_size)))
-        meta = AttentionMetadata.from_lists(
-            lengths, lengths, [blocks] * len(lengths), block_size=block_size, device=self.device
-        )
-        token_ids = torch.zeros(sum(lengths), dtype=torch.int64, device=self.device)
-        positions = torch.arange(chunk, device=self.device).repeat(len(lengths))
-        hidden = self._model(token_ids, positions, self._make_cache(len(blocks)), meta)
-        self._model.compute_logits(hidden[: limits.max_num_seqs])
+        kv = self._make_cache(len(blocks))
+        num_decodes = min(limits.max_num_seqs, limits.max_num_batched_tokens)
+        for step_lengths, decodes in (([1] * num_decodes, num_decodes), (lengths, 0)):
+            meta = AttentionMetadata.from_lists(
+                step_lengths,
+                step_lengths,
+                [blocks] * len(step_lengths),
+                block_size=block_size,
+                num_decodes=decodes,
+                device=self.device,
+            )
+            positions = torch.cat([torch.arange(length, device=self.device) for length in step_lengths])
+            hidden = self._model(torch.zeros_like(positions), positions, kv, meta)
+            self._model.compute_logits(hidden[: limits.max_num_seqs])

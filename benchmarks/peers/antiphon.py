@@ -14,7 +14,7 @@ PRESET = "smollm2-135m-cpu"  # the basis; all that depends on the model or the c
 VARIANTS = {
     "fp32": ("model.dtype=float32",),
     "bf16": ("model.dtype=bfloat16",),
-    "int8": ("model.dtype=bfloat16", "model.quantization=int8"),
+    "int8": ("model.dtype=bfloat16", "model.quantization=int8", "cache.dtype=int8"),
 }
 
 

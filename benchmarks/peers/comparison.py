@@ -12,7 +12,7 @@ from typing import Any
 from benchmarks.report import heading, markdown_table
 
 Record = dict[str, Any]
-Number = float | None
+Runs = dict[tuple[int, int], Record]  # by seed, and number within the start
 
 MIB = 2**20
 OURS = "ours-"
@@ -44,7 +44,7 @@ def report(records: Sequence[Record]) -> str:
     workloads = list(dict.fromkeys(name for record in records for name in record.get("workloads", {})))
     parts = [heading(("psutil", "aiohttp")), _machine(records), _starts(records, systems)]
     parts += [f"{name}\n\n{_workload(records, systems, name)}" for name in workloads]
-    pairs = list(_pairs(systems))
+    pairs = list(pairs_of(systems))
     if pairs:
         parts.append(
             f"How many times better, medians of the repeats (least-most):\n\n{_ratios(records, pairs, workloads)}"
@@ -53,7 +53,7 @@ def report(records: Sequence[Record]) -> str:
     return "\n".join(parts)
 
 
-def _pairs(systems: Sequence[str]) -> Iterator[tuple[str, str]]:
+def pairs_of(systems: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Ours against every peer; without any of ours, the first against the others."""
     ours = [name for name in systems if name.startswith(OURS)]
     peers = [name for name in systems if not name.startswith(OURS)]
@@ -106,8 +106,8 @@ def _good(runs: Iterable[Record]) -> Iterator[Record]:
     return (run for run in runs if "wall_s" in run)
 
 
-def _runs(records: Sequence[Record], system: str, workload: str) -> dict[tuple[int, int], Record]:
-    """By seed and number within the start: what ran under the same key ran the same requests."""
+def runs_of(records: Sequence[Record], system: str, workload: str) -> Runs:
+    """What ran under the same key ran the same requests."""
     return {
         (record["seed"], number): run
         for record in records
@@ -118,7 +118,7 @@ def _runs(records: Sequence[Record], system: str, workload: str) -> dict[tuple[i
 
 
 def _workload(records: Sequence[Record], systems: Sequence[str], workload: str) -> str:
-    found = {system: list(_runs(records, system, workload).values()) for system in systems}
+    found = {system: list(runs_of(records, system, workload).values()) for system in systems}
     known = [run for runs in found.values() for run in runs]
     columns = [key for key in (*FIGURES, *CIRCUMSTANCES) if any(run.get(key) is not None for run in known)]
     rows = []
@@ -141,9 +141,8 @@ def _ratios(records: Sequence[Record], pairs: Sequence[tuple[str, str]], workloa
     rows: list[tuple[object, ...]] = []
     for own, peer in pairs:
         for workload in workloads:
-            own_runs, peer_runs = _runs(records, own, workload), _runs(records, peer, workload)
-            together = [(own_runs[key], peer_runs[key]) for key in own_runs if key in peer_runs]
-            cells = [_ratio_of(together, key) for key in FIGURES]
+            own_runs, peer_runs = runs_of(records, own, workload), runs_of(records, peer, workload)
+            cells = [_spread(ratios_of(own_runs, peer_runs, key)) for key in FIGURES]
             if any(cells):
                 rows.append((f"{own} / {peer}", workload, *cells))
         rows.append((f"{own} / {peer}", "start", _start_ratio(records, own, peer), *[""] * (len(FIGURES) - 1)))
@@ -152,11 +151,11 @@ def _ratios(records: Sequence[Record], pairs: Sequence[tuple[str, str]], workloa
     return markdown_table([names[i] for i in used], [[row[i] for i in used] for row in rows])
 
 
-def _ratio_of(together: Sequence[tuple[Record, Record]], key: str) -> str:
+def ratios_of(own_runs: Runs, peer_runs: Runs, key: str) -> list[float]:
+    """How many times better the first is in `key`, for each pair of runs that ran the same requests."""
     more_is_better = FIGURES[key][1]
-    values = [(own.get(key), peer.get(key)) for own, peer in together]
-    ratios = [(o / p if more_is_better else p / o) for o, p in values if o and p]
-    return _spread(ratios)
+    together = [(own_runs[which].get(key), peer_runs[which].get(key)) for which in own_runs if which in peer_runs]
+    return [(own / peer if more_is_better else peer / own) for own, peer in together if own and peer]
 
 
 def _start_ratio(records: Sequence[Record], own: str, peer: str) -> str:

@@ -8,9 +8,10 @@ import math
 import pytest
 import torch
 
-from workers.attention import AttentionMetadata, AttentionNeeds, choose_backend
+from workers.attention import AttentionMetadata, AttentionNeeds, AttentionParams, choose_backend
 from workers.attention.reference import ReferenceBackend
 from workers.kv_cache import KVCache
+from workers.kv_format import decode, encode, row_width
 
 HEAD_DIM = 8
 
@@ -32,7 +33,21 @@ def plain_attention(q_HD, k_SGD, v_SGD, position, *, scale, window, soft_cap):
 class PagedScene:
     """Sequences whose keys lie scattered in a cache that is NaN wherever nobody wrote."""
 
-    def __init__(self, query_lens, seq_lens, *, block_size, num_heads, num_kv_heads, num_decodes=0, seed=0):
+    def __init__(
+        self,
+        query_lens,
+        seq_lens,
+        *,
+        block_size,
+        num_heads,
+        num_kv_heads,
+        num_decodes=0,
+        seed=0,
+        dtype=torch.float32,
+        k_scale=1.0,
+        v_scale=1.0,
+    ):
+        self.stored = AttentionParams(scale=1.0, k_scale=k_scale, v_scale=v_scale)
         rng = torch.Generator().manual_seed(seed)
         self.seq_lens, self.query_lens = seq_lens, query_lens
         num_blocks = sum(math.ceil(n / block_size) for n in seq_lens) + 3
@@ -44,11 +59,11 @@ class PagedScene:
             block_size=block_size,
             num_kv_heads=num_kv_heads,
             head_dim=HEAD_DIM,
-            dtype=torch.float32,
+            dtype=dtype,
             device="cpu",
         )
-        self.cache.k[0].fill_(torch.nan)
-        self.cache.v[0].fill_(torch.nan)
+        for cache in (self.cache.k[0], self.cache.v[0]):
+            cache.view(torch.uint8).fill_(255)  # a NaN in every floating-point type, and in the scale of int8
         self.keys = [torch.randn(n, num_kv_heads, HEAD_DIM, generator=rng) for n in seq_lens]
         self.values = [torch.randn(n, num_kv_heads, HEAD_DIM, generator=rng) for n in seq_lens]
         self.queries = torch.randn(sum(query_lens), num_heads, HEAD_DIM, generator=rng)
@@ -64,10 +79,11 @@ class PagedScene:
     def _store(self, parts, meta):
         k = torch.cat([keys[part] for keys, part in zip(self.keys, parts, strict=True)])
         v = torch.cat([values[part] for values, part in zip(self.values, parts, strict=True)])
-        self.backend.store_kv(k, v, self.cache.k[0], self.cache.v[0], meta.slot_mapping)
+        self.backend.store_kv(k, v, self.cache.k[0], self.cache.v[0], meta.slot_mapping, self.stored)
 
     def attend(self, **options):
-        return self.backend.attend(self.queries, self.cache.k[0], self.cache.v[0], self.meta, **options)
+        params = AttentionParams(k_scale=self.stored.k_scale, v_scale=self.stored.v_scale, **options)
+        return self.backend.attend(self.queries, self.cache.k[0], self.cache.v[0], self.meta, params)
 
     def expected(self, *, scale, window=None, soft_cap=None):
         rows, queries = [], iter(self.queries)
@@ -125,6 +141,36 @@ def test_the_choice_names_what_exists():
     assert choose_backend("auto", needs).name
     with pytest.raises(ValueError, match=r"give auto or one of .*reference"):
         choose_backend("flash", needs)
+
+
+def test_a_backend_serves_no_cache_that_it_cannot_read():
+    needs = AttentionNeeds(
+        device=torch.device("cpu"), dtype=torch.float32, cache_dtype=torch.int8, head_dim=64, block_size=16
+    )
+    assert choose_backend("auto", needs).name == "reference"
+    with pytest.raises(ValueError, match=r"fa3: it has no kernels for a KV cache in torch\.int8"):
+        choose_backend("fa3", needs)
+
+
+def test_eight_bits_keep_each_number_within_half_a_step_of_its_heads_largest():
+    x = torch.randn(50, 3, HEAD_DIM) * torch.logspace(-6, 3, 50)[:, None, None]
+    x[7] = 0.0
+    rows = encode(x, torch.int8)
+    assert rows.shape == (50, 3, row_width(HEAD_DIM, torch.int8))
+    kept = decode(rows, torch.float32)
+    assert ((kept - x).abs() <= 0.501 / 127 * x.abs().amax(-1, keepdim=True)).all()
+    assert (kept[7] == 0).all()
+
+
+@pytest.mark.parametrize("window", [None, 7])
+@pytest.mark.parametrize("soft_cap", [None, 2.0])
+def test_attention_over_eight_bits_is_near_that_over_exact_keys(window, soft_cap):
+    scene = PagedScene(
+        [7, 5, 1, 1], [7, 23, 30, 4], block_size=4, num_heads=6, num_kv_heads=2, num_decodes=2, dtype=torch.int8
+    )
+    options = {"scale": 0.3, "window": window, "soft_cap": soft_cap}
+    error = scene.attend(**options) - scene.expected(**options)
+    assert error.norm() < 0.02 * scene.expected(**options).norm()
 
 
 def test_copied_blocks_are_read_before_any_is_written():

@@ -14,13 +14,15 @@ from configs.model_spec import ModelSpec
 from tests.support.cpu_kernels import variants_here
 from tests.support.tiny_models import save_tiny_model
 from workers.attention.reference import ReferenceBackend
-from workers.compute import choose_compute
+from workers.compute import choose_compute, choose_sampler
 from workers.cpu_decoder import CpuDecoder
+from workers.cpu_sampler import CpuSampler
 from workers.kernels.cpu import build as kernel_build
 from workers.kernels.cpu.build import KernelsUnavailable, Variant, build, choose_variant
 from workers.kernels.cpu.library import CpuKernels
 from workers.models import CausalLM, build_model
 from workers.parallel import SingleProcessGroup
+from workers.sampler import choose_with_torch
 from workers.weights import load_weights
 
 ONE_FUNCTION = 'extern "C" int answer() { return 42; }\n'
@@ -54,6 +56,13 @@ def test_kernels_are_used_exactly_where_they_can_be_built(directory, caplog):
     chosen = choose(directory)
     assert isinstance(chosen, CpuDecoder if variants_here() else CausalLM)
     assert ("compute: C++ kernels" in caplog.text) == bool(variants_here())
+
+
+def test_the_kernels_that_compute_a_step_also_choose_its_tokens(directory):
+    cpu = torch.device("cpu")
+    sampler = choose_sampler(choose(directory), cpu)
+    assert isinstance(sampler, CpuSampler) if variants_here() else sampler is choose_with_torch
+    assert choose_sampler(choose(directory, cpu_kernels="pytorch"), cpu) is choose_with_torch
 
 
 def test_without_a_compiler_pytorch_computes_and_the_log_says_why(directory, no_compiler, caplog):

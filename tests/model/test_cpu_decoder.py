@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from torch import Tensor
 from configs.model_spec import ModelSpec
 from configs.sharding import split_heads
 from tests.support.cpu_kernels import loaded, variants_here
+from tests.support.shared_ranks import thread_groups
 from tests.support.thread_group import run_ranks
 from tests.support.tiny_models import TINY_MODELS, VOCAB_SIZE
 from workers.attention.base import AttentionMetadata
@@ -21,6 +23,7 @@ from workers.cpu_decoder import CpuDecoder
 from workers.kv_cache import KVCache
 from workers.models import CausalLM, build_model
 from workers.parallel import ParallelError, ParallelGroup, SingleProcessGroup
+from workers.shared_memory_group import SharedMemoryGroup
 from workers.weights import load_weights
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -56,7 +59,7 @@ def poisoned_cache(spec: ModelSpec, group: ParallelGroup, *, block_size: int = 1
         device="cpu",
     )
     for tensor in (*cache.k, *cache.v):
-        tensor.fill_(torch.nan)
+        tensor.view(torch.uint8).fill_(255)  # a NaN in every floating-point type, and in the scale of int8
     return cache
 
 
@@ -154,6 +157,36 @@ def test_eight_bits_stay_near(variant, tiny_checkpoint, expected):
         assert error < 0.045
 
 
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    return float((actual - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize("variant", variants_here())
+def test_keys_and_values_in_eight_bits_are_read_as_pytorch_reads_them(variant, tiny_checkpoint, expected):
+    group = SingleProcessGroup()
+    for name in ("smollm2", "gemma3"):
+        of_pytorch, spec = load(tiny_checkpoint(name), group)
+        theirs = run_steps(of_pytorch, poisoned_cache(spec, group, dtype=torch.int8))
+        ours = run_steps(decoder(tiny_checkpoint(name), group, variant), poisoned_cache(spec, group, dtype=torch.int8))
+        assert 1e-4 < relative_error(theirs, expected(name)) < 0.02
+        assert relative_error(ours, theirs) < 0.2 * relative_error(theirs, expected(name))
+
+
+@pytest.mark.parametrize("variant", BEST)
+@pytest.mark.parametrize("num_ranks", [2, 3, 11])
+def test_ranks_keep_the_same_eight_bits_as_one_process(variant, num_ranks, tiny_checkpoint, expected):
+    """A scale belongs to one head, so it does not matter which other heads a rank holds."""
+    directory = tiny_checkpoint("smollm2")
+
+    def work(group: ParallelGroup) -> Tensor:
+        model = decoder(directory, group, variant, num_threads=1)
+        return run_steps(model, poisoned_cache(ModelSpec.from_directory(directory), group, dtype=torch.int8))
+
+    alone = work(SingleProcessGroup())
+    for of_rank in run_ranks(num_ranks, work):
+        assert relative_error(of_rank, alone) < 0.2 * relative_error(alone, expected("smollm2"))
+
+
 @pytest.mark.parametrize("variant", BEST)
 def test_float32_weights_that_are_bfloat16_numbers_take_half_the_memory(variant, tiny_checkpoint, expected):
     group = SingleProcessGroup()
@@ -193,4 +226,34 @@ def test_a_lost_peer_ends_the_step_with_its_error(variant, tiny_checkpoint):
     model = decoder(tiny_checkpoint("smollm2"), group, variant)
     cache = poisoned_cache(ModelSpec.from_directory(tiny_checkpoint("smollm2")), group)
     with pytest.raises(ParallelError, match="lost a peer"):
+        run_steps(model, cache)
+
+
+@pytest.mark.parametrize("variant", BEST)
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_ranks_that_share_memory_sum_without_leaving_the_library(num_ranks, variant, tiny_checkpoint, expected):
+    directory = tiny_checkpoint("llama-biases")
+
+    def work(group: SharedMemoryGroup) -> Tensor:
+        group.all_reduce = None  # the method, which Python would call
+        model = decoder(directory, group, variant, num_threads=1)
+        return run_steps(model, poisoned_cache(ModelSpec.from_directory(directory), group))
+
+    groups = thread_groups(num_ranks)
+    with ThreadPoolExecutor(num_ranks) as pool:
+        results = list(pool.map(work, groups))
+    for of_rank in results:
+        assert_same_logits(of_rank, expected("llama-biases"), 2e-5)
+        assert torch.equal(of_rank, results[0])
+    for group in groups:
+        group.close()
+
+
+@pytest.mark.parametrize("variant", BEST)
+def test_a_peer_that_left_the_shared_memory_ends_the_step_with_its_name(variant, tiny_checkpoint):
+    group, other = thread_groups(2)
+    model = decoder(tiny_checkpoint("smollm2"), group, variant)
+    cache = poisoned_cache(ModelSpec.from_directory(tiny_checkpoint("smollm2")), group)
+    other.close()
+    with pytest.raises(ParallelError, match="rank 0 of 2 lost a peer during all_reduce: rank 1 has left the group"):
         run_steps(model, cache)

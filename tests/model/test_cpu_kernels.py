@@ -11,12 +11,16 @@ import torch
 import torch.nn.functional as F
 
 from tests.support.cpu_kernels import attend, linear, loaded, rms_norm, store_kv, variants_here
-from workers.attention.base import AttentionMetadata
+from workers.attention.base import AttentionMetadata, AttentionParams
 from workers.attention.reference import ReferenceBackend
 from workers.kernels.cpu.library import Format, PackedMatrix, Pool, Then
+from workers.kv_format import decode, encode, row_bytes
 
 SHAPES = [(96, 64), (40, 24), (7, 5), (33, 130), (1, 1)]  # outputs, inputs
 ROWS = (1, 2, 5, 12, 13, 16, 17, 33, 70)
+KV_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
+KV_TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-6, torch.int8: 1e-4}  # queries of 15 bits, weights of 16
+NAN_BYTE = 255  # NaN in every floating-point type, and in the scale of int8
 TOLERANCE = {Format.FLOAT32: 2e-6, Format.BFLOAT16: 2e-6, Format.INT8: 2e-4}
 
 
@@ -59,15 +63,27 @@ def test_products_of_any_number_of_rows_equal_those_of_pytorch(kernels, pool, we
         assert_near(actual, F.linear(x, weight, bias), TOLERANCE[weight_format])
 
 
-def test_bfloat16_may_round_activations_but_not_sums(kernels, pool):
+def test_bfloat16_rounds_the_activations_of_long_prompts_only(kernels, pool):
     weight = random(64, 576, scale=0.1).bfloat16().float()
     matrix = PackedMatrix(kernels, pool, weight, format=Format.BFLOAT16)
-    for num_rows in (1, 16, 40):
+    for num_rows in (1, 7, 8, 16, 32):
         x = random(num_rows, 576, seed=num_rows)
-        actual = linear(kernels, pool, matrix, x, 64, Then.STORE)
-        error = (actual - F.linear(x, weight)).abs().max()
-        of_rounding = (F.linear(x.bfloat16().float(), weight) - F.linear(x, weight)).abs().max()
-        assert error <= 1.01 * of_rounding + 1e-5
+        assert_near(linear(kernels, pool, matrix, x, 64, Then.STORE), F.linear(x, weight), 2e-5)
+    x = random(40, 576)
+    error = (linear(kernels, pool, matrix, x, 64, Then.STORE) - F.linear(x, weight)).abs().max()
+    of_rounding = (F.linear(x.bfloat16().float(), weight) - F.linear(x, weight)).abs().max()
+    assert error <= 1.01 * of_rounding + 1e-5
+
+
+def test_small_matrices_share_memory_that_outlives_none_of_them(kernels, pool):
+    weights = [random(40, 24, seed=seed) for seed in range(6)]
+    matrices = [PackedMatrix(kernels, pool, weight, format=Format.FLOAT32) for weight in weights]
+    del matrices[::2]
+    for weight in weights[::2]:
+        matrices.append(PackedMatrix(kernels, pool, weight, format=Format.FLOAT32))
+    x = random(3, 24)
+    for matrix, weight in zip(matrices, [*weights[1::2], *weights[::2]], strict=True):
+        assert_near(linear(kernels, pool, matrix, x, 40, Then.STORE), F.linear(x, weight), 2e-6)
 
 
 @pytest.mark.parametrize("weight_format", Format)
@@ -130,14 +146,6 @@ def test_rotation_equals_that_of_the_layers(kernels, dim):
     assert_near(actual, expected, 1e-6)
 
 
-@pytest.mark.parametrize("size", [1, 17, 49152])
-def test_the_first_of_the_largest_wins(kernels, pool, size):
-    rows = random(6, size).round_()
-    out = torch.full((6,), -1, dtype=torch.int64)
-    kernels.argmax(pool.handle, rows.data_ptr(), rows.stride(0), 6, size, out.data_ptr())
-    assert out.tolist() == [int((row == row.max()).nonzero()[0]) for row in rows]
-
-
 class PagedScene:
     """Sequences scattered over a cache that is NaN wherever nobody wrote."""
 
@@ -164,27 +172,32 @@ class PagedScene:
 
     @staticmethod
     def _make_cache(num_blocks, block_size, num_kv_heads, dim, dtype, by_head):
+        num_bytes = row_bytes(dim, dtype)
         if by_head:
-            cache = torch.full((num_blocks, num_kv_heads, block_size, dim), torch.nan, dtype=dtype)
-            return cache.transpose(1, 2)
-        return torch.full((num_blocks, block_size, num_kv_heads, dim), torch.nan, dtype=dtype)
+            cache = torch.full((num_blocks, num_kv_heads, block_size, num_bytes), NAN_BYTE, dtype=torch.uint8)
+            return cache.view(dtype).transpose(1, 2)
+        return torch.full((num_blocks, block_size, num_kv_heads, num_bytes), NAN_BYTE, dtype=torch.uint8).view(dtype)
 
-    def check(self, tolerance=2e-6, **options):
-        actual = attend(self.kernels, self.pool, self.queries, self.k_cache, self.v_cache, self.meta, **options)
-        caches = (cache.float().contiguous() for cache in (self.k_cache, self.v_cache))
-        expected = ReferenceBackend().attend(self.queries, *caches, self.meta, **options)
-        assert_near(actual, expected, tolerance)
+    def attend(self, **options):
+        return attend(self.kernels, self.pool, self.queries, self.k_cache, self.v_cache, self.meta, **options)
+
+    def check(self, **options):
+        """Against the reference over what the cache holds."""
+        caches = (decode(cache, torch.float32).contiguous() for cache in (self.k_cache, self.v_cache))
+        expected = ReferenceBackend().attend(self.queries, *caches, self.meta, AttentionParams(**options))
+        assert_near(self.attend(**options), expected, KV_TOLERANCE[self.k_cache.dtype])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8], ids=["fp32", "int8"])
 @pytest.mark.parametrize("block_size", [1, 5, 16, 256])
-def test_mixed_rows_attend_like_the_reference(kernels, pool, block_size):
+def test_mixed_rows_attend_like_the_reference(kernels, pool, block_size, dtype):
     query_lens, seq_lens = [9, 4, 1, 150, 1, 1, 1], [9, 21, 33, 150, 1, 17, 300]
-    scene = PagedScene(kernels, pool, query_lens, seq_lens, block_size=block_size, heads=(6, 2), dim=32)
+    scene = PagedScene(kernels, pool, query_lens, seq_lens, block_size=block_size, heads=(6, 2), dim=32, dtype=dtype)
     for window, soft_cap in ((None, None), (1, None), (7, 3.0), (20, None), (200, 3.0), (None, 3.0)):
         scene.check(scale=0.3, window=window, soft_cap=soft_cap)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", KV_DTYPES.values(), ids=KV_DTYPES)
 @pytest.mark.parametrize("dim", [8, 20, 64, 80, 128, 256])
 def test_heads_of_any_number_and_size_attend_like_the_reference(kernels, pool, dim, dtype):
     for heads in ((1, 1), (3, 1), (9, 3), (4, 4), (7, 1)):
@@ -192,24 +205,61 @@ def test_heads_of_any_number_and_size_attend_like_the_reference(kernels, pool, d
         scene.check(scale=dim**-0.5)
 
 
-def test_long_sequences_are_cut_and_put_together_again(kernels, pool):
-    scene = PagedScene(kernels, pool, [1] * 7, [1, 1500, 3, 700, 1499, 2, 650], block_size=16, heads=(6, 2), dim=64)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8], ids=["fp32", "int8"])
+def test_long_sequences_are_cut_and_put_together_again(kernels, pool, dtype):
+    seq_lens = [1, 1500, 3, 700, 1499, 2, 650]
+    scene = PagedScene(kernels, pool, [1] * 7, seq_lens, block_size=16, heads=(6, 2), dim=64, dtype=dtype)
     for _ in range(3):  # what one call leaves behind does not disturb the next
         scene.check(scale=0.125)
         scene.check(scale=0.125, window=400)
 
 
 def test_keys_may_lie_head_by_head(kernels, pool):
-    scene = PagedScene(kernels, pool, [30, 1], [70, 90], block_size=16, heads=(6, 2), dim=64, by_head=True)
-    scene.check(scale=0.125)
+    for dtype in KV_DTYPES.values():
+        scene = PagedScene(
+            kernels, pool, [30, 1], [70, 90], block_size=16, heads=(6, 2), dim=64, by_head=True, dtype=dtype
+        )
+        scene.check(scale=0.125)
 
 
 def test_keys_and_values_lie_where_their_slots_say(kernels, pool):
-    for dtype in (torch.float32, torch.bfloat16):
+    for dtype in KV_DTYPES.values():
         scene = PagedScene(kernels, pool, [3, 5], [3, 5], block_size=4, heads=(2, 2), dim=24, dtype=dtype)
         for cache, stored in ((scene.k_cache, scene.keys), (scene.v_cache, scene.values)):
-            assert torch.equal(cache.flatten(0, 1)[scene.everything.slot_mapping], stored.to(dtype))
-            assert int(cache.isnan().any(dim=-1).any(dim=-1).sum()) == cache.shape[0] * 4 - 8
+            found = cache.flatten(0, 1)[scene.everything.slot_mapping]
+            torch.testing.assert_close(decode(found, torch.float32), decode(encode(stored, dtype), torch.float32))
+            untouched = (cache.view(torch.uint8) == NAN_BYTE).all(dim=-1).all(dim=-1)
+            assert int(untouched.sum()) == cache.shape[0] * 4 - 8
+
+
+@pytest.mark.parametrize("dim", [24, 64])
+def test_eight_bits_keep_each_number_within_half_a_step_of_its_heads_largest(kernels, pool, dim):
+    """Also of heads that are zero, or as good as zero."""
+    x = random(40, 2, dim) * torch.logspace(-44, 30, 40)[:, None, None]
+    x[20] = 0.0
+    caches = [PagedScene._make_cache(10, 4, 2, dim, torch.int8, False) for _ in range(2)]
+    store_kv(kernels, pool, x, -x, *caches, torch.arange(40))
+    for cache, stored in zip(caches, (x, -x), strict=True):
+        kept = decode(cache.flatten(0, 1), torch.float32)
+        assert ((kept - stored).abs() <= 0.501 / 127 * stored.abs().amax(-1, keepdim=True) + 1e-27).all()
+
+
+@pytest.mark.parametrize("num_queries", [1, 60])
+def test_eight_bits_lose_no_more_than_their_rounding(kernels, pool, num_queries):
+    """Keys and values at random: a hundredth, as of each number."""
+    seq_lens = [300, 80]
+    outs = {}
+    for dtype in (torch.float32, torch.int8):
+        scene = PagedScene(kernels, pool, [num_queries] * 2, seq_lens, block_size=16, heads=(6, 2), dim=64, dtype=dtype)
+        outs[dtype] = scene.attend(scale=0.125)
+    error = (outs[torch.int8] - outs[torch.float32]).norm() / outs[torch.float32].norm()
+    assert 1e-4 < error < 0.012
+
+
+def test_a_key_that_outweighs_all_others_is_attended_to_alone(kernels, pool):
+    """Weights far below the largest one become none, and the softmax still sums to one."""
+    scene = PagedScene(kernels, pool, [1], [200], block_size=16, heads=(2, 1), dim=64, dtype=torch.int8)
+    scene.check(scale=20.0)
 
 
 def test_pools_of_one_process_do_not_disturb_each_other(kernels):

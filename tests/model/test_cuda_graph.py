@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.support.step_plans import admitted, plan
-from workers.attention import AttentionMetadata
+from workers.attention import AttentionMetadata, AttentionParams
 from workers.attention.reference import ReferenceBackend
 from workers.cuda_graph import DecodeGraphs, bucket_sizes
 from workers.input_batch import InputBatch
@@ -51,8 +51,9 @@ class OneLayer:
     def __call__(self, token_ids, positions, kv, meta):
         self.seen.append((len(token_ids), meta))
         x = (self.embedding[token_ids] + positions[:, None]).unsqueeze(1)
-        self.backend.store_kv(x, x, kv.k[0], kv.v[0], meta.slot_mapping)
-        return self.backend.attend(x, kv.k[0], kv.v[0], meta, scale=0.1).flatten(1)
+        params = AttentionParams(scale=0.1)
+        self.backend.store_kv(x, x, kv.k[0], kv.v[0], meta.slot_mapping, params)
+        return self.backend.attend(x, kv.k[0], kv.v[0], meta, params).flatten(1)
 
     def compute_logits(self, hidden):
         return hidden @ self.embedding.T

@@ -116,6 +116,53 @@ def test_tokens_of_a_prompt_are_rotated_for_the_whole_prompt_under_dynamic_rope(
     assert rows.attention.rope_lens.tolist() == [3, 3, 3, 4, 5]
 
 
+def decoding_batch(num_slots=3, blocks_per_slot=2):
+    batch = make_batch(num_slots=num_slots)
+    admits = [admitted(s, [s + 1] * (s + 1), [2 * s, 2 * s + 1][:blocks_per_slot]) for s in range(num_slots)]
+    run(batch, plan(0, admit=admits, prefill=[(s, 0, s + 1) for s in range(num_slots)]), sampled=9)
+    return batch
+
+
+def facts(rows):
+    meta = rows.attention
+    tensors = (rows.token_ids, rows.positions, meta.seq_lens, meta.slot_mapping, meta.block_tables, meta.cu_seqlens_q)
+    arrays = (rows.slots, rows.seq_lens, rows.starts, rows.sampling, rows.sampled_positions)
+    numbers = (meta.max_seqlen_q, meta.max_seqlen_k, meta.num_prefill_seqs, meta.num_prefill_tokens, meta.num_decodes)
+    return [x.tolist() for x in (*tensors, *arrays)], numbers
+
+
+def test_rows_that_go_on_from_the_step_before_equal_those_gathered_anew():
+    quick, gathered = decoding_batch(), decoding_batch()
+    for step, sampled in enumerate([3, 5, 8, 2], start=1):  # across the end of a block
+        go_on = plan(step, decode=[(0, -1), (1, -1), (2, -1)])
+        gathered._last_rows = None
+        assert facts(run(quick, go_on, sampled)) == facts(run(gathered, go_on, sampled))
+
+
+def test_a_released_slot_ends_what_the_rows_could_go_on_from():
+    batch = decoding_batch(num_slots=2)
+    run(batch, plan(1, decode=[(0, -1), (1, -1)]))
+    run(batch, plan(2, released=[0], admit=[admitted(0, [1, 2], [8], seq_id=9)], prefill=[(0, 0, 2)]))
+    rows = run(batch, plan(3, decode=[(0, -1), (1, -1)]))
+    assert rows.positions.tolist() == [2, 3]
+    with pytest.raises(PlanError, match="holds no sequence"):
+        run(batch, plan(4, released=[1], decode=[(0, -1), (1, -1)]))
+
+
+def test_rows_that_go_on_need_room_and_end_at_the_limit():
+    batch = decoding_batch(num_slots=1, blocks_per_slot=1)
+    for step in (1, 2, 3):
+        run(batch, plan(step, decode=[(0, -1)]))
+    with pytest.raises(PlanError, match="no block"):
+        run(batch, plan(4, decode=[(0, -1)]))
+    batch = make_batch(max_model_len=4)
+    run(batch, plan(0, admit=[admitted(0, [1, 2], [0])], prefill=[(0, 0, 2)]))
+    run(batch, plan(1, decode=[(0, -1)]))
+    run(batch, plan(2, decode=[(0, -1)]))
+    with pytest.raises(PlanError, match="limit of 4 tokens"):
+        run(batch, plan(3, decode=[(0, -1)]))
+
+
 SITUATION = plan(
     0,
     admit=[admitted(0, [1, 2, 3], [0]), admitted(1, list(range(1, 9)), [1, 2])],

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import tests.support.triton_interpreter  # noqa: F401  before any kernel
 from configs.matrices import num_parameters, rank_weight_bytes, weight_bytes
 from configs.model_spec import ModelSpec
 from configs.quantization import QuantizationSpec
@@ -18,10 +19,11 @@ from tests.support.thread_group import run_ranks
 from tests.support.tiny_quantized import IGNORED
 from workers.layers.linear import ParallelLinear
 from workers.parallel import ParallelGroup, SingleProcessGroup
+from workers.quantization.fp8_block_matrix import Fp8BlockMatrix
 from workers.quantization.fp8_matrix import Fp8Matrix
 from workers.quantization.int4_matrix import Int4Matrix
 from workers.quantization.kept import KeptPlace
-from workers.quantization.placement import PROBE_TOLERANCE, Kernel, choose_kernel, kernel_unavailable, probe
+from workers.quantization.placement import PROBE_TOLERANCE, Kernel, choose_kernel, kernel_for, kernel_unavailable, probe
 from workers.quantization.slices import MatrixPart
 from workers.quantization.source import READERS
 from workers.weights import SafetensorsSource
@@ -37,6 +39,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
 KEPT = [
     ("ct-channel", Fp8Matrix, 0.2),
     ("fp8-tensor", Fp8Matrix, 0.2),
+    ("ct-blocks", Fp8BlockMatrix, 0.2),
     ("ct-int4", Int4Matrix, 0.04),
     ("awq", Int4Matrix, 0.04),
     ("gptq-one-group", Int4Matrix, 0.04),
@@ -117,9 +120,18 @@ def test_a_matrix_whose_cut_splits_a_group_and_one_that_is_ignored_are_dequantis
     assert "matrices are dequantised all the same: their cut splits groups" in caplog.text
 
 
-@pytest.mark.parametrize("kernel", [Fp8Matrix, Int4Matrix])
-def test_a_kept_matrix_computes_what_its_plain_reference_does(kernel: Kernel) -> None:
-    spec = QuantizationSpec(format="fp8") if kernel is Fp8Matrix else QuantizationSpec(format="gptq", group_size=64)
+@pytest.mark.parametrize(
+    ("spec", "kernel"),
+    [
+        (QuantizationSpec(format="fp8"), Fp8Matrix),
+        (QuantizationSpec(format="fp8", block=(128, 128)), Fp8BlockMatrix),
+        (QuantizationSpec(format="gptq", group_size=64), Int4Matrix),
+    ],
+)
+def test_each_variant_has_a_kernel_that_computes_what_its_plain_reference_does(
+    spec: QuantizationSpec, kernel: Kernel
+) -> None:
+    assert kernel_for(spec) is kernel
     assert probe(spec, kernel, torch.device("cpu")) < PROBE_TOLERANCE
 
 
@@ -145,7 +157,8 @@ def test_a_kept_matrix_adds_its_bias_and_takes_its_rows_from_several_modules(
     ("changes", "dtype", "reason"),
     [
         ({"format": "awq"}, "float16", "compute in bfloat16, not float16; model.dtype decides"),
-        ({"format": "fp8", "block": (128, 128)}, "bfloat16", "no kernel for scales in blocks"),
+        ({"format": "fp8", "block": (128, 128)}, "bfloat16", None),
+        ({"format": "fp8", "block": (128, 48)}, "bfloat16", "no kernel for blocks of 48 columns"),
         ({"format": "float-quantized", "quantized_activations": False}, "bfloat16", "activations that are not"),
         ({"format": "gptq", "act_order": True}, "bfloat16", "scattered"),
         ({"format": "awq", "group_size": 16}, "bfloat16", "no kernel for groups of 16"),

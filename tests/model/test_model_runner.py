@@ -208,6 +208,13 @@ def test_plans_out_of_order_are_refused(wrong: StepPlan, message):
         runner.execute(wrong)
 
 
+def test_a_gap_is_noticed_against_the_plan_that_was_launched_last():
+    runner = make_runner()
+    runner.launch(plan(0, admit=[admitted(0, [3], [0], params=GREEDY)], prefill=[(0, 0, 1)]))
+    with pytest.raises(PlanError, match="plan of step 2 in epoch 0; step 1 is due"):
+        runner.launch(plan(2, decode=[(0, -1)]))
+
+
 def test_a_new_epoch_starts_from_nothing():
     runner = make_runner()
     runner.execute(plan(0, epoch=3, admit=[admitted(0, [3], [0])], prefill=[(0, 0, 1)]))

@@ -139,6 +139,13 @@ def test_the_thresholds_are_those_of_a_full_sort(vocab_size):
         assert found[row].item() == pytest.approx(ordered[-1].item(), abs=1e-5)
 
 
+def test_ties_with_the_kth_count_however_many_they_are():
+    scaled = torch.full((1, 1000), -math.log(300))  # 999 of them weigh three times as much as the likeliest token
+    scaled[0, 17] = 0.0
+    found = _top_threshold(scaled, torch.tensor([[5]]), torch.tensor([[0.5]]), 5)
+    assert found.item() == scaled[0, 0].item()
+
+
 def test_min_p_is_relative_to_the_likeliest():
     logits = torch.log(torch.tensor([0.5, 0.3, 0.1, 0.06, 0.04]))
     observed = frequencies(SamplingParams(min_p=0.15), logits)

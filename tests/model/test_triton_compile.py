@@ -45,6 +45,25 @@ def test_every_architecture_runs_attention_on_its_matrix_units(capability):
     assert max(k["shared_bytes"] for k in kernels) <= SHARED_MEMORY_BYTES[capability]
 
 
+@pytest.mark.parametrize("capability", [90, 100, 120])
+def test_keys_in_fp8_are_written_and_read_by_the_devices_own_conversion(capability):
+    converting = {k["kernel"] for k in compiled_for(capability) if "e4m3x2" in k["instructions"]}
+    assert {"store_kv_kernel", "prefill_kernel", "decode_kernel"} <= converting
+
+
+@pytest.mark.parametrize(
+    ("capability", "instruction"), [(90, "wgmma.mma_async"), (100, "tcgen05.mma"), (120, "mma.sync")]
+)
+def test_products_of_fp8_for_many_tokens_are_the_matrix_units_own(capability, instruction):
+    products = [k["instructions"] for k in compiled_for(capability) if k["kernel"] == "fp8_product_kernel"]
+    assert len(products) == 4
+    of_fp8 = [
+        any(instruction in line and ("e4m3" in line or "f8f6f4" in line) for line in text.splitlines())
+        for text in products
+    ]
+    assert all(of_fp8[1:])  # the first is for one token, where sm_90 and sm_100 convert
+
+
 def test_nothing_spills_on_hopper():
     spilling = [
         (k["kernel"], k["registers"], k["stack_bytes"])
@@ -56,5 +75,5 @@ def test_nothing_spills_on_hopper():
 
 def test_keys_are_copied_ahead_on_hopper():
     decodes = [k for k in compiled_for(90) if k["kernel"] == "decode_kernel"]
-    assert len(decodes) == 3
+    assert len(decodes) == 6
     assert all("cp.async" in k["instructions"] for k in decodes)

@@ -13,16 +13,18 @@ import pytest
 import torch
 
 from cluster.local import LocalEngine
+from cluster.reporting import ReportedError, reporting
 from configs import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig, WorkerConfig
 from configs.model_spec import ModelSpec
 from scheduler.sampling_params import SamplingParams
 from tests.support.step_plans import admitted, plan
 from tests.support.thread_executor import ThreadExecutor
 from tests.support.tiny_models import save_tiny_model
-from workers.kv_cache import UNLIMITED_BLOCKS, bytes_per_block, num_blocks_in
-from workers.local_executor import LocalExecutor, RankFailedError
-from workers.parallel import SingleProcessGroup
-from workers.worker import Worker, choose_dtype, choose_num_threads
+from workers.kv_cache import UNLIMITED_BLOCKS, KVCache, bytes_per_block, num_blocks_in
+from workers.kv_format import torch_dtype
+from workers.local_executor import _ERROR, _LOST_PEER, LocalExecutor, RankFailedError, _severity
+from workers.parallel import ParallelError, SingleProcessGroup
+from workers.worker import Worker, choose_cache_dtype, choose_dtype, choose_num_threads
 
 PROMPTS = [[5, 6, 7], list(range(3, 43)), [9] * 17]
 PARAMS = [
@@ -80,6 +82,24 @@ def test_a_killed_rank_is_named_at_once_and_nothing_is_left(spec, two_processes)
     assert not [p for p in multiprocessing.active_children() if p.name.startswith("rank-")]
 
 
+def test_a_rank_that_lost_its_peers_is_not_taken_for_the_cause():
+    died, own_fault, lost_peers = None, _ERROR + b"ValueError: no ParallelError", _LOST_PEER + b"whatever it says"
+    assert sorted([lost_peers, own_fault, died], key=_severity) == [died, own_fault, lost_peers]
+
+
+def test_a_lost_peer_is_reported_as_a_consequence():
+    def lose_a_peer():
+        raise ParallelError("rank 0 of 2 lost a peer")
+
+    def fail():
+        raise RuntimeError("ParallelError")
+
+    for body, is_consequence in ((lose_a_peer, True), (fail, False)):
+        with pytest.raises(ReportedError) as caught:
+            reporting(body)()
+        assert caught.value.is_consequence is is_consequence
+
+
 def test_a_rank_that_cannot_load_says_why(spec, tmp_path):
     (tmp_path / "config.json").write_text((spec.directory / "config.json").read_text())
     bare = dataclasses.replace(spec, directory=tmp_path)
@@ -107,21 +127,55 @@ def test_only_rank_0_answers(spec):
     executor.close()
 
 
+@pytest.fixture(scope="module", params=["auto", "pytorch"])
+def eight_bit_config(spec, request):
+    return make_config(
+        spec,
+        cache=CacheConfig(block_size=16, num_blocks=40, dtype="int8"),
+        worker=WorkerConfig(num_threads=1, cpu_kernels=request.param),
+    )
+
+
+def test_the_cache_is_kept_in_the_configured_dtype(spec, eight_bit_config):
+    worker = Worker(eight_bit_config, spec, SingleProcessGroup())
+    worker.load_model()
+    worker.allocate_cache(worker.measure_num_blocks())
+    assert {tensor.dtype for tensor in (*worker.runner.kv.k, *worker.runner.kv.v)} == {torch.int8}
+    assert worker.dtype is torch.float32
+
+
+def test_eight_bit_blocks_are_shared_and_copied_as_any_others(spec, eight_bit_config):
+    """Forks copy the block they share in part; the same prompt again finds its whole blocks."""
+    params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True, logprobs=1)
+    prompt = list(range(3, 43))
+    with LocalEngine(eight_bit_config, spec) as engine:
+        (first,) = engine.generate([prompt], params)
+        forks = engine.generate([list(reversed(prompt))], dataclasses.replace(params, n=3))
+        again = engine.generate([prompt], params)
+    assert [completion.num_cached_tokens for completion in (first, *again)] == [0, 32]
+    close_to(again, [first])
+    close_to(forks[1:], forks[:1] * 2)
+    with LocalEngine(eight_bit_config, spec) as engine:
+        close_to(forks[:1], engine.generate([list(reversed(prompt))], params))
+
+
 def test_the_largest_step_can_be_profiled(spec):
     worker = Worker(make_config(spec), spec, SingleProcessGroup())
     worker.load_model()
     worker.profile_step()
 
 
-def test_blocks_follow_from_the_memory_given(spec):
-    block_bytes = bytes_per_block(
-        num_layers=spec.num_layers,
-        block_size=16,
-        num_kv_heads=spec.num_kv_heads,
-        head_dim=spec.head_dim,
-        dtype=torch.float32,
-    )
-    assert block_bytes == 16 * spec.kv_bytes_per_token("float32")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "fp8", "int8"])
+def test_the_bytes_of_a_block_are_those_that_are_allocated(spec, dtype):
+    shape = {"num_layers": spec.num_layers, "num_kv_heads": spec.num_kv_heads, "head_dim": spec.head_dim}
+    block_bytes = bytes_per_block(block_size=16, dtype=torch_dtype(dtype), **shape)
+    assert block_bytes == 16 * spec.kv_bytes_per_token(dtype)
+    cache = KVCache.allocate(num_blocks=5, block_size=16, dtype=torch_dtype(dtype), device="cpu", **shape)
+    assert sum(layer.nbytes for layer in (*cache.k, *cache.v)) == 6 * block_bytes
+
+
+def test_blocks_follow_from_the_memory_given():
+    block_bytes = 3000
     two_mib = CacheConfig(block_size=16, memory_gib=2 / 1024)
     assert num_blocks_in(two_mib, block_bytes=block_bytes) == 2**21 // block_bytes - 1
     assert num_blocks_in(CacheConfig(num_blocks=7), block_bytes=block_bytes) == 7
@@ -142,6 +196,11 @@ def test_precision_and_threads_follow_the_configuration(spec):
     assert choose_dtype(config, checkpoint, torch.device("cuda")) is torch.bfloat16
     half = dataclasses.replace(config, model=ModelConfig(path="", dtype="float16"))
     assert choose_dtype(half, checkpoint, torch.device("cpu")) is torch.float16
+    assert choose_cache_dtype(half, checkpoint, torch.device("cpu")) is torch.float16
+    eight_bits = dataclasses.replace(config, cache=CacheConfig(dtype="int8"))
+    assert choose_cache_dtype(eight_bits, checkpoint, torch.device("cpu")) is torch.int8
+    with pytest.raises(ValueError, match="int8 is not served on a GPU"):
+        choose_cache_dtype(eight_bits, checkpoint, torch.device("cuda"))
     assert choose_num_threads(config, 2) == 1
     own = dataclasses.replace(config, worker=WorkerConfig())
     assert choose_num_threads(own, 1) == len(os.sched_getaffinity(0))

@@ -48,7 +48,7 @@ def scores_of(token_ids: Sequence[int], k: int) -> TokenLogprobs:
 
 
 class FakeModel:
-    """Executes plans. It checks what a real worker relies on: known slots, and tokens in order."""
+    """Executes plans. It checks what a real worker relies on: known slots, and steps and tokens in order."""
 
     def __init__(self, rank: int = 0, *, seconds_per_step: float = 0.0) -> None:
         self.rank = rank
@@ -67,6 +67,7 @@ class FakeModel:
         while self.blocked.is_set():
             time.sleep(0.005)
         time.sleep(self.seconds_per_step)
+        assert plan.step == self.num_steps, "a step out of order"
         self.num_steps += 1
         self._take_over(plan)
         scored = self._score_prompts(plan)

@@ -134,11 +134,11 @@ class FakeWorker:
         for admitted in plan.admitted:
             assert admitted.slot not in self.slots, f"slot {admitted.slot} was not released"
             self.slots[admitted.slot] = self._admit(admitted)
+        for slot_id, block_id in zip(plan.grown_slots.tolist(), plan.grown_blocks.tolist(), strict=True):
+            self.slots[slot_id].table.append(block_id)
         for source, target in zip(plan.copied_from.tolist(), plan.copied_to.tolist(), strict=True):
             self.kv[target] = list(self.kv[source])
             self.events["copies on write"] += 1
-        for slot_id, block_id in zip(plan.grown_slots.tolist(), plan.grown_blocks.tolist(), strict=True):
-            self.slots[slot_id].table.append(block_id)
 
     def _admit(self, admitted: AdmittedSequence) -> Slot:
         token_ids = admitted.token_ids.tolist()

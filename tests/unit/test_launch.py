@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from cluster.demo import Stream, _print_whole_lines, _take_event, _times
-from cluster.exit_codes import ModelError, StartupError, UsageError
+from cluster.deployment_errors import ModelError, StartupError, UsageError
 from cluster.offline import Answer, _publish, opened
 from cluster.phases import Phases
 from cluster.preflight import listen

@@ -121,6 +121,15 @@ def test_a_missing_file_is_answered_with_the_presets(tmp_path: Path) -> None:
         load_config(tmp_path)
 
 
+def test_a_cache_that_the_configured_device_cannot_hold_is_refused_with_the_line(tmp_path: Path) -> None:
+    message = refusal(tmp_path, "model: {path: m}\nworker: {device: cpu}\ncache:\n  dtype: float16\n")
+    assert message.startswith(f"{tmp_path}/deployment.yaml:4: cache.dtype float16 is not served by the C++ kernels")
+    assert "is not served on a GPU" in refusal(tmp_path, "model: {path: m}", "cache.dtype=int8", "worker.device=cuda")
+    gpu = ["worker.device=cuda", "cache.dtype=float16"]
+    assert load_config(write(tmp_path, "model: {path: m}"), gpu).cache.dtype == "float16", "it may be the checkpoint's"
+    assert "set model.dtype to float16" in refusal(tmp_path, "model: {path: m, dtype: float32}", *gpu)
+
+
 def test_overrides_change_single_options_in_order(tmp_path: Path) -> None:
     path = write(tmp_path, "model: {path: m}\ncache: {block_size: 16}\n")
     config = load_config(

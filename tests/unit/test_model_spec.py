@@ -10,6 +10,7 @@ import pytest
 
 from configs.matrices import num_parameters, num_rank_parameters, weight_bytes
 from configs.model_spec import ModelSpec
+from configs.schema import CacheConfig
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
@@ -57,6 +58,8 @@ def test_smollm2_has_the_size_its_authors_give(tmp_path: Path) -> None:
     assert num_parameters(spec) == 134_515_008
     assert weight_bytes(spec, "float32") == 538_060_032
     assert spec.kv_bytes_per_token("bfloat16") == 30 * 2 * 3 * 64 * 2
+    assert spec.kv_bytes_per_token("fp8") == 30 * 2 * 3 * 64
+    assert spec.kv_bytes_per_token("int8") == 30 * 2 * 3 * (64 + 4)
     assert (spec.head_dim, spec.attention_scale, spec.dtype) == (64, 0.125, "bfloat16")
 
 
@@ -105,6 +108,14 @@ def test_dynamic_rope_shares_prefixes_only_within_its_original_length(tmp_path: 
     assert spec.can_share_prefixes(8192)
     assert not spec.can_share_prefixes(8193)
     assert read(tmp_path).can_share_prefixes(10**6)
+
+
+def test_a_model_that_cannot_share_prefixes_has_no_prefix_cache(tmp_path: Path) -> None:
+    dynamic = read(tmp_path, rope_scaling={"type": "dynamic", "factor": 2.0})
+    on, off = CacheConfig(block_size=32), CacheConfig(block_size=32, enable_prefix_caching=False)
+    assert dynamic.cache_config(on, 8192) == on
+    assert dynamic.cache_config(on, 8193) == off
+    assert read(tmp_path).cache_config(off, 8192) == off
 
 
 def test_mistral_has_its_window_on_every_layer(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from cluster.exit_codes import PlacementError
+from cluster.deployment_errors import PlacementError
 from cluster.placement import Holder, NodeResources, choose_device, order_ranks, plan_groups
 
 

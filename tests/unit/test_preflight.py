@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from cluster.exit_codes import AddressError, PlacementError, StartupError, UsageError
+from cluster.deployment_errors import AddressError, PlacementError, StartupError, UsageError
 from cluster.identity import Identity, check_same, model_fingerprint, source_hash, source_root
 from cluster.placement import NodeResources, plan_groups
 from cluster.preflight import check_memory, check_port_free, check_table, compute_budget, listen
 from cluster.ray_environment import check_reachable, choose_address, ray_environment
 from configs.matrices import weight_bytes
 from configs.model_spec import ModelSpec
-from configs.schema import CacheConfig, EngineConfig, ModelConfig, ParallelConfig
+from configs.schema import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, WorkerConfig
 
 GIB = 2**30
 
@@ -68,6 +68,62 @@ def test_the_dtype_is_float32_on_cpu_and_the_checkpoints_on_gpu(spec):
     assert compute_budget(make_config(), spec, "cuda").dtype == "bfloat16"
 
 
+def test_eight_bit_weights_on_a_cpu_are_accompanied_by_sixteen_bits(spec):
+    eight_bits = ModelConfig(path="smollm2", quantization="int8")
+    assert compute_budget(EngineConfig(model=eight_bits), spec, "cpu").dtype == "bfloat16"
+    exact = replace(eight_bits, dtype="float32")
+    assert compute_budget(EngineConfig(model=exact), spec, "cpu").dtype == "float32"
+
+
+def test_the_caches_dtype_is_the_models_unless_it_is_given(spec):
+    assert compute_budget(make_config(), spec, "cpu").cache_dtype == "float32"
+    assert compute_budget(make_config(), spec, "cuda").cache_dtype == "bfloat16"
+    in_int8 = compute_budget(make_config(cache=CacheConfig(dtype="int8")), spec, "cpu")
+    assert (in_int8.dtype, in_int8.cache_dtype) == ("float32", "int8")
+
+
+def test_a_smaller_dtype_of_the_cache_holds_more_tokens(spec):
+    """64 numbers of 4, 2 or 1 byte per head; in int8 a scale of 4 bytes more."""
+    tokens = {}
+    for dtype in ("float32", "bfloat16", "int8"):
+        budget = compute_budget(make_config(cache=CacheConfig(dtype=dtype)), spec, "cpu")
+        tokens[dtype] = budget.num_cache_tokens
+    assert tokens == {
+        "float32": GIB // (30 * 2 * 3 * 256),
+        "bfloat16": GIB // (30 * 2 * 3 * 128),
+        "int8": GIB // (30 * 2 * 3 * 68),
+    }
+
+
+@pytest.mark.parametrize(
+    ("cache_dtype", "device", "message"),
+    [
+        ("float16", "cpu", r"not served by the C\+\+ kernels; give bfloat16, .* or worker\.cpu_kernels pytorch"),
+        ("fp8", "cpu", r"not served by the C\+\+ kernels; give int8, .* or worker\.cpu_kernels pytorch"),
+        ("int8", "cuda", "int8 is not served on a GPU; give fp8"),
+        ("float32", "cuda", "the model computes in bfloat16, .*; leave cache.dtype out, or set model.dtype to float32"),
+    ],
+)
+def test_a_cache_that_the_device_cannot_hold_is_refused_with_what_to_do(spec, cache_dtype, device, message):
+    with pytest.raises(UsageError, match=message):
+        compute_budget(make_config(cache=CacheConfig(dtype=cache_dtype)), spec, device)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "fp8"])
+def test_what_the_kernels_do_not_serve_is_held_where_pytorch_computes(spec, dtype):
+    cache = CacheConfig(dtype=dtype)
+    config = make_config(cache=cache, worker=WorkerConfig(cpu_kernels="pytorch"))
+    assert compute_budget(config, spec, "cpu").cache_dtype == dtype
+
+
+def test_a_cache_in_fp8_is_held_on_a_gpu_at_one_byte_a_number(spec):
+    halved, whole = (compute_budget(make_config(cache=CacheConfig(dtype=d)), spec, "cuda") for d in ("fp8", "auto"))
+    assert halved.cache_dtype == "fp8"
+    assert 2 * halved.ranks[0].kv_bytes_per_token == whole.ranks[0].kv_bytes_per_token
+    half = EngineConfig(model=ModelConfig(path="smollm2", dtype="float16"))
+    assert compute_budget(half, spec, "cpu").cache_dtype == "float16"
+
+
 def test_the_cache_holds_what_its_most_loaded_rank_can_hold(spec):
     budget = compute_budget(replace(over_ranks(2), cache=CacheConfig(memory_gib=1.0)), spec, "cpu")
     assert budget.num_cache_tokens == GIB // budget.ranks[0].kv_bytes_per_token
@@ -98,6 +154,7 @@ def test_the_table_says_what_an_uneven_split_costs(spec):
     assert "9 = 6+3 over the ranks, unevenly" in text
     assert "1.33x the mean" in text
     assert "8 of 8 free" in text
+    assert "tokens in float32" in text
 
 
 def test_a_port_in_use_is_refused_and_a_free_one_is_not():

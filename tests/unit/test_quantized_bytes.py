@@ -18,6 +18,8 @@ OTHER_PARAMETERS = 2 * 128256 * 4096 + 65 * 4096
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False}
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
 FP8_BYTES = LAYER_PARAMETERS + 4 * (6144 + 4096 + 2 * 14336 + 4096)
+BLOCKS = FP8 | {"weight_block_size": [128, 128]}
+BLOCK_BYTES = LAYER_PARAMETERS + 4 * LAYER_PARAMETERS // 128
 INT4_BYTES = LAYER_PARAMETERS // 2 + 4 * LAYER_PARAMETERS // 128
 
 
@@ -44,14 +46,14 @@ def read(tmp_path: Path):
     return make
 
 
-@pytest.mark.parametrize(("quantization", "layer_bytes"), [(FP8, FP8_BYTES), (GPTQ, INT4_BYTES)])
+@pytest.mark.parametrize(("quantization", "layer_bytes"), [(FP8, FP8_BYTES), (BLOCKS, BLOCK_BYTES), (GPTQ, INT4_BYTES)])
 def test_kept_weights_take_their_bits_and_their_scales(quantization, layer_bytes, read):
     assert weight_bytes(read(quantization), "bfloat16", kept=True) == 32 * layer_bytes + 2 * OTHER_PARAMETERS
 
 
 @pytest.mark.parametrize(
     "quantization",
-    [None, GPTQ | {"desc_act": True}, GPTQ | {"group_size": 16}, FP8 | {"weight_block_size": [128, 128]}],
+    [None, GPTQ | {"desc_act": True}, GPTQ | {"group_size": 16}, FP8 | {"weight_block_size": [128, 96]}],
 )
 def test_what_no_kernel_takes_is_counted_as_dequantised(quantization, read):
     whole = 2 * (32 * LAYER_PARAMETERS + OTHER_PARAMETERS)
@@ -70,13 +72,14 @@ def test_a_fused_product_is_kept_only_if_all_its_modules_are_quantised(read):
     assert weight_bytes(spec, "bfloat16", kept=True) == weight_bytes(read(FP8), "bfloat16", kept=True) + saved
 
 
+@pytest.mark.parametrize("quantization", [GPTQ, BLOCKS])
 @pytest.mark.parametrize("num_ranks", [3, 4, 5, 16])
-def test_the_mlp_is_cut_where_groups_end_so_that_every_rank_keeps_few_bits(num_ranks, read):
-    spec = read(GPTQ)
+def test_the_mlp_is_cut_where_groups_end_so_that_every_rank_keeps_few_bits(num_ranks, quantization, read):
+    spec = read(quantization)
     parts = split_inner(spec, num_ranks)
     assert all(part.start % 128 == len(part) % 128 == 0 for part in parts) and parts[-1].stop == 14336
     held = [rank_weight_bytes(spec, rank, num_ranks, "bfloat16", kept=True) for rank in range(num_ranks)]
-    norms_and_kv_heads = 1.01 if num_ranks <= 8 else 1.03
+    norms_and_kv_heads = 1.01 if num_ranks <= 8 else 1.04
     assert sum(held) < norms_and_kv_heads * weight_bytes(spec, "bfloat16", kept=True)
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from cluster.exit_codes import EngineLostError, InterruptedStartError, ModelError, StartupError
+from cluster.deployment_errors import EngineLostError, InterruptedStartError, ModelError, StartupError
 from cluster.supervisor import Ended, Observed, plan, root_reason
 from cluster.waiting import ActorLostError, Call, CallFailedError, collect
 

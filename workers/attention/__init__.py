@@ -9,9 +9,9 @@ from __future__ import annotations
 import logging
 from importlib import import_module
 
-from workers.attention.base import AttentionBackend, AttentionMetadata, AttentionNeeds
+from workers.attention.base import AttentionBackend, AttentionMetadata, AttentionNeeds, AttentionParams
 
-__all__ = ["AttentionBackend", "AttentionMetadata", "AttentionNeeds", "choose_backend"]
+__all__ = ["AttentionBackend", "AttentionMetadata", "AttentionNeeds", "AttentionParams", "choose_backend"]
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ def choose_backend(name: str, needs: AttentionNeeds) -> AttentionBackend:
     refusals: list[str] = []
     for candidate in _BACKENDS if name == "auto" else (name,):
         backend = _load(candidate)
-        reason = backend.unavailable_reason(needs)
+        reason = backend.cache_refusal(needs) or backend.unavailable_reason(needs)
         if reason is None:
             skipped = f" ({'; '.join(refusals)})" if refusals and needs.device.type != "cpu" else ""
             log.info("attention backend: %s%s", candidate, skipped)

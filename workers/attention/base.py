@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -40,6 +40,18 @@ class AttentionMetadata:
     @property
     def num_seqs(self) -> int:
         return self.num_prefill_seqs + self.num_decodes
+
+    def prefill_rows(self) -> AttentionMetadata:
+        """The same step without its decode rows."""
+        num_seqs = self.num_prefill_seqs
+        return replace(
+            self,
+            cu_seqlens_q=self.cu_seqlens_q[: num_seqs + 1],
+            seq_lens=self.seq_lens[:num_seqs],
+            block_tables=self.block_tables[:num_seqs],
+            slot_mapping=self.slot_mapping[: self.num_prefill_tokens],
+            num_decodes=0,
+        )
 
     @classmethod
     def from_lists(
@@ -78,6 +90,22 @@ class AttentionMetadata:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionParams:
+    """How a layer attends; the same in every step.
+
+    `window` is how many keys a query sees, its own included: position p attends to (p - window, p]. `soft_cap` c
+    replaces a score s by c * tanh(s / c). A cache in fp8 holds keys divided by `k_scale` and values divided by
+    `v_scale`; any other is in full precision and has scales of 1.
+    """
+
+    scale: float
+    window: int | None = None
+    soft_cap: float | None = None
+    k_scale: float = 1.0
+    v_scale: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionNeeds:
     """What a backend would have to serve: a model's heads, in this precision, on this device."""
 
@@ -85,6 +113,7 @@ class AttentionNeeds:
     dtype: torch.dtype
     head_dim: int
     block_size: int
+    cache_dtype: torch.dtype | None = None  # of keys and values, as `workers.kv_format` keeps them; None: `dtype`
     soft_cap: bool = False  # whether scores are capped
 
 
@@ -97,6 +126,14 @@ class AttentionBackend(ABC):
 
     name: str
     capturable: ClassVar[bool] = False  # whether a CUDA graph may hold its decode rows: it reads nothing back
+    cache_dtypes: ClassVar[tuple[torch.dtype, ...]] = ()  # of KV it reads and writes beside the model's own
+
+    @classmethod
+    def cache_refusal(cls, needs: AttentionNeeds) -> str | None:
+        """Why it does not read the KV cache that they ask for; None if it does."""
+        if needs.cache_dtype in (None, needs.dtype, *cls.cache_dtypes):
+            return None
+        return f"it has no kernels for a KV cache in {needs.cache_dtype} beside {needs.dtype}; cache.dtype decides"
 
     @classmethod
     def unavailable_reason(cls, needs: AttentionNeeds) -> str | None:
@@ -104,23 +141,19 @@ class AttentionBackend(ABC):
         return None
 
     @abstractmethod
-    def store_kv(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
-        """Write k, v [T, G, D] to the places of `slot_mapping` [T] in the caches [B, block size, G, D]."""
+    def store_kv(
+        self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, params: AttentionParams
+    ) -> None:
+        """Write k, v [T, G, D] to the places of `slot_mapping` [T] in the caches [B, block size, G, D].
+
+        Numbers that a cache in fp8 cannot hold become its largest.
+        """
 
     @abstractmethod
     def attend(
-        self,
-        q: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        meta: AttentionMetadata,
-        *,
-        scale: float,
-        window: int | None = None,
-        soft_cap: float | None = None,
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, meta: AttentionMetadata, params: AttentionParams
     ) -> Tensor:
         """Causal attention of q [T, H, D] over the cache -> [T, H, D].
 
-        `window` is how many keys a query sees, its own included: position p attends to (p - window, p]. `soft_cap` c
-        replaces a score s by c * tanh(s / c). H is a multiple of G; query head h reads key head h // (H / G).
+        H is a multiple of G; query head h reads key head h // (H / G).
         """

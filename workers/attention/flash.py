@@ -20,14 +20,15 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from workers.attention.base import AttentionMetadata, AttentionNeeds
-from workers.attention.triton_paged import TritonPagedBackend
+from workers.attention.base import AttentionMetadata, AttentionNeeds, AttentionParams
+from workers.attention.triton_paged import FP8, TritonPagedBackend
 from workers.kernels.available import describe
 
 
 class FlashBackend(TritonPagedBackend):
     """What the libraries have in common. Keys and values are stored by the Triton kernel; so is any half they lack."""
 
+    cache_dtypes = ()
     module: ClassVar[str]
     capabilities: ClassVar[tuple[int, ...]]  # major versions of the devices it serves
     max_head_dim: ClassVar[int] = 256
@@ -58,78 +59,42 @@ class FlashBackend(TritonPagedBackend):
         return super().unavailable_reason(needs)
 
     def prefill(
-        self,
-        q: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        meta: AttentionMetadata,
-        out: Tensor,
-        *,
-        scale: float,
-        window: int | None,
-        soft_cap: float | None,
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, meta: AttentionMetadata, out: Tensor, params: AttentionParams
     ) -> None:
-        num_seqs, num_tokens = meta.num_prefill_seqs, meta.num_prefill_tokens
-        if not num_tokens:
-            return
-        out[:num_tokens] = self._call(
-            q[:num_tokens],
-            k_cache,
-            v_cache,
-            cu_seqlens_q=meta.cu_seqlens_q[: num_seqs + 1],
-            seq_lens=meta.seq_lens[:num_seqs],
-            block_tables=meta.block_tables[:num_seqs],
-            max_seqlen_q=meta.max_seqlen_q,
-            max_seqlen_k=meta.max_seqlen_k,
-            scale=scale,
-            window=(-1, -1) if window is None else (window - 1, 0),
-            soft_cap=soft_cap or 0.0,
-        )
+        num_tokens = meta.num_prefill_tokens
+        out[:num_tokens] = self._call(q[:num_tokens], k_cache, v_cache, meta.prefill_rows(), params)
 
     def decode(
-        self,
-        q: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        meta: AttentionMetadata,
-        out: Tensor,
-        *,
-        scale: float,
-        window: int | None,
-        soft_cap: float | None,
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, meta: AttentionMetadata, out: Tensor, params: AttentionParams
     ) -> None:
-        if not meta.num_decodes:
-            return
         attended = self._library.flash_attn_with_kvcache(
             q[meta.num_prefill_tokens :].unsqueeze(1),
             k_cache,
             v_cache,
             cache_seqlens=meta.seq_lens[meta.num_prefill_seqs :],
-            softmax_scale=scale,
-            causal=True,
-            window_size=(-1, -1) if window is None else (window - 1, 0),
-            softcap=soft_cap or 0.0,
             **{self.table_argument: meta.block_tables[meta.num_prefill_seqs :]},
+            **_options(params),
         )
         out[meta.num_prefill_tokens :] = attended.squeeze(1)
 
     @abstractmethod
     def _call(
-        self,
-        q: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        *,
-        cu_seqlens_q: Tensor,
-        seq_lens: Tensor,
-        block_tables: Tensor,
-        max_seqlen_q: int,
-        max_seqlen_k: int,
-        scale: float,
-        window: tuple[int, int],
-        soft_cap: float,
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, rows: AttentionMetadata, params: AttentionParams
     ) -> Tensor:
-        """Causal attention of packed queries, aligned to the end of the keys, over the paged cache."""
+        """Causal attention of packed queries, aligned to the end of the keys, over the paged cache.
+
+        `rows` are prefill rows alone.
+        """
+
+
+def _options(params: AttentionParams) -> dict[str, Any]:
+    """The arguments that all of the libraries' functions share."""
+    return {
+        "softmax_scale": params.scale,
+        "causal": True,
+        "window_size": (-1, -1) if params.window is None else (params.window - 1, 0),
+        "softcap": params.soft_cap or 0.0,
+    }
 
 
 class Flash2Backend(FlashBackend):
@@ -140,22 +105,21 @@ class Flash2Backend(FlashBackend):
     capabilities = (8, 9, 10, 12)
     block_multiple = 256
 
-    def _call(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, **step: Any) -> Tensor:
+    def _call(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, rows: AttentionMetadata, params: AttentionParams
+    ) -> Tensor:
         # Its varlen function takes the keys' lengths as a running sum.
-        ends = torch.nn.functional.pad(step["seq_lens"].cumsum(0, dtype=torch.int32), (1, 0))
+        ends = torch.nn.functional.pad(rows.seq_lens.cumsum(0, dtype=torch.int32), (1, 0))
         out: Tensor = self._library.flash_attn_varlen_func(
             q,
             k_cache,
             v_cache,
-            cu_seqlens_q=step["cu_seqlens_q"],
+            cu_seqlens_q=rows.cu_seqlens_q,
             cu_seqlens_k=ends,
-            max_seqlen_q=step["max_seqlen_q"],
-            max_seqlen_k=step["max_seqlen_k"],
-            softmax_scale=step["scale"],
-            causal=True,
-            window_size=step["window"],
-            softcap=step["soft_cap"],
-            block_table=step["block_tables"],
+            max_seqlen_q=rows.max_seqlen_q,
+            max_seqlen_k=rows.max_seqlen_k,
+            block_table=rows.block_tables,
+            **_options(params),
         )
         return out
 
@@ -168,19 +132,24 @@ class Flash3Backend(FlashBackend):
     table_argument = "page_table"
     capabilities = (9,)
 
-    def _call(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, **step: Any) -> Tensor:
+    @classmethod
+    def cache_refusal(cls, needs: AttentionNeeds) -> str | None:
+        if needs.cache_dtype == FP8:
+            return "it reads a KV cache in fp8 only for queries in fp8"
+        return super().cache_refusal(needs)
+
+    def _call(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, rows: AttentionMetadata, params: AttentionParams
+    ) -> Tensor:
         out: Tensor = self._library.flash_attn_with_kvcache(
             q,
             k_cache,
             v_cache,
-            cache_seqlens=step["seq_lens"],
-            page_table=step["block_tables"],
-            cu_seqlens_q=step["cu_seqlens_q"],
-            max_seqlen_q=step["max_seqlen_q"],
-            softmax_scale=step["scale"],
-            causal=True,
-            window_size=step["window"],
-            softcap=step["soft_cap"],
+            cache_seqlens=rows.seq_lens,
+            page_table=rows.block_tables,
+            cu_seqlens_q=rows.cu_seqlens_q,
+            max_seqlen_q=rows.max_seqlen_q,
+            **_options(params),
         )
         return out
 
@@ -193,22 +162,23 @@ class Flash4Backend(FlashBackend):
     capabilities = (9, 10)
     decode = TritonPagedBackend.decode
 
-    def _call(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, **step: Any) -> Tensor:
-        left, right = step["window"]
+    def _call(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, rows: AttentionMetadata, params: AttentionParams
+    ) -> Tensor:
+        options = _options(params)
+        if params.window is None:  # its own way to say so
+            options["window_size"] = (None, None)
         found = self._library.flash_attn_varlen_func(
             q,
             k_cache,
             v_cache,
-            cu_seqlens_q=step["cu_seqlens_q"],
-            seqused_k=step["seq_lens"],
-            max_seqlen_q=step["max_seqlen_q"],
-            max_seqlen_k=step["max_seqlen_k"],
-            page_table=step["block_tables"],
-            softmax_scale=step["scale"],
-            causal=True,
-            window_size=(None, None) if left < 0 else (left, right),
-            softcap=step["soft_cap"],
+            cu_seqlens_q=rows.cu_seqlens_q,
+            seqused_k=rows.seq_lens,
+            max_seqlen_q=rows.max_seqlen_q,
+            max_seqlen_k=rows.max_seqlen_k,
+            page_table=rows.block_tables,
             num_splits=1,  # anything else asks for splits, which sm_90 refuses
+            **options,
         )
         out: Tensor = found[0] if isinstance(found, tuple) else found
         return out

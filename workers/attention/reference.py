@@ -13,7 +13,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from workers.attention.base import AttentionBackend, AttentionMetadata
+from workers.attention.base import AttentionBackend, AttentionMetadata, AttentionNeeds, AttentionParams
+from workers.kv_format import as_bytes
+from workers.kv_format import decode as decode_rows
+from workers.kv_format import encode as encode_rows
 
 # A call costs about as much as gathering this many tokens too many: rows share a call up to there.
 _PADDING_PER_CALL = 512
@@ -54,40 +57,41 @@ class ReferenceBackend(AttentionBackend):
     """The PyTorch backend. Reads no place of the cache that was not written for the sequence at hand."""
 
     name = "reference"
+    cache_dtypes = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int8)
+
+    @classmethod
+    def cache_refusal(cls, needs: AttentionNeeds) -> str | None:
+        if needs.device.type == "cuda" and needs.cache_dtype == torch.float8_e4m3fn:
+            return "on a GPU it would convert fp8 too slowly to serve; leave cache.dtype out"
+        return super().cache_refusal(needs)
 
     def __init__(self) -> None:
         self._step: _StepPlan | None = None
 
-    def store_kv(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+    def store_kv(
+        self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, params: AttentionParams
+    ) -> None:
         if k.numel() == 0:
             return
-        k_cache.view(-1, *k_cache.shape[2:]).index_copy_(0, slot_mapping, k.to(k_cache.dtype))
-        v_cache.view(-1, *v_cache.shape[2:]).index_copy_(0, slot_mapping, v.to(v_cache.dtype))
+        _store(k, k_cache, slot_mapping, params.k_scale)
+        _store(v, v_cache, slot_mapping, params.v_scale)
 
     def attend(
-        self,
-        q: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        meta: AttentionMetadata,
-        *,
-        scale: float,
-        window: int | None = None,
-        soft_cap: float | None = None,
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, meta: AttentionMetadata, params: AttentionParams
     ) -> Tensor:
         out = torch.empty_like(q)
         if q.numel() == 0:
             return out
-        prefills, decodes = self._plan(meta, window)
         num_kv_heads = k_cache.shape[2]
+        prefills, decodes = self._plan(meta, params.window)
         for prefill in prefills:
-            k, v = (_gather_blocks(cache, prefill) for cache in (k_cache, v_cache))
-            out[prefill.queries] = _attend_prefill(q[prefill.queries], k, v, prefill.mask, scale, soft_cap)
+            k, v = (decode_rows(_gather_blocks(cache, prefill), q.dtype) for cache in (k_cache, v_cache))
+            out[prefill.queries] = _attend_prefill(q[prefill.queries], k, v, prefill.mask, params)
         for decode in decodes:
-            k, v = (_gather_places(cache, decode) for cache in (k_cache, v_cache))
+            k, v = (decode_rows(_gather_places(cache, decode), q.dtype) for cache in (k_cache, v_cache))
             q_NGRD = q[decode.rows].unflatten(1, (num_kv_heads, -1))
             # The query heads of a group take the place of query positions: they read the same keys.
-            out[decode.rows] = _attend(q_NGRD, k, v, decode.mask, scale, soft_cap).flatten(1, 2)
+            out[decode.rows] = _attend(q_NGRD, k, v, decode.mask, params).flatten(1, 2)
         return out
 
     def _plan(self, meta: AttentionMetadata, window: int | None) -> tuple[list[_Prefill], list[_Decode]]:
@@ -179,50 +183,53 @@ def _plan_decode(
     return _Decode(rows=rows, places=places.flatten(), num_keys=width, mask=mask)
 
 
+def _take(cache: Tensor, index: Tensor) -> Tensor:
+    """cache[index], as bytes if those are its numbers: torch does not pick fp8 by index on every device."""
+    return as_bytes(cache).index_select(0, index).view(cache.dtype)
+
+
 def _gather_blocks(cache: Tensor, plan: _Prefill) -> Tensor:
     """[keys, G, D] of one sequence."""
-    gathered = cache.index_select(0, plan.blocks).flatten(0, 1)
+    gathered = _take(cache, plan.blocks).flatten(0, 1)
     return gathered[plan.first_key : plan.first_key + plan.num_keys]
 
 
 def _gather_places(cache: Tensor, plan: _Decode) -> Tensor:
     """[n, G, keys, D] of the rows of one group."""
     flat = cache.view(-1, *cache.shape[2:])
-    gathered = flat.index_select(0, plan.places)
+    gathered = _take(flat, plan.places)
     return gathered.unflatten(0, (-1, plan.num_keys)).transpose(1, 2)
 
 
-def _attend_prefill(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, soft_cap: float | None
-) -> Tensor:
+def _store(values: Tensor, cache: Tensor, slot_mapping: Tensor, scale: float) -> None:
+    """A token's values [T, G, D] to their places in the cache."""
+    flat, rows = cache.view(-1, *cache.shape[2:]), encode_rows(values, cache.dtype, scale)
+    as_bytes(flat).index_copy_(0, slot_mapping, as_bytes(rows))
+
+
+def _attend_prefill(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, params: AttentionParams) -> Tensor:
     num_kv_heads = k.shape[1]
     # One batch entry per key head, its query heads as the heads: keys are shared by a stride of 0, not copied.
     q_GRTD = q.unflatten(1, (num_kv_heads, -1)).permute(1, 2, 0, 3)
     k_GRSD = k.transpose(0, 1)[:, None].expand(-1, q_GRTD.shape[1], -1, -1)
     v_GRSD = v.transpose(0, 1)[:, None].expand(-1, q_GRTD.shape[1], -1, -1)
-    causal = mask is None
-    out_GRTD = _attend(q_GRTD, k_GRSD, v_GRSD, mask, scale, soft_cap, causal=causal)
+    out_GRTD = _attend(q_GRTD, k_GRSD, v_GRSD, mask, params, causal=mask is None)
     return out_GRTD.permute(2, 0, 1, 3).flatten(1, 2)
 
 
 def _attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    scale: float,
-    soft_cap: float | None,
-    *,
-    causal: bool = False,
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, params: AttentionParams, *, causal: bool = False
 ) -> Tensor:
     """[N, H, queries, D] over [N, H, keys, D]; `mask` broadcasts to [N, H, queries, keys], True: visible."""
-    k, v = k.to(q.dtype), v.to(q.dtype)
-    if soft_cap is None:
-        return scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, is_causal=causal)
-    scores = (q @ k.transpose(-1, -2)).to(torch.float32) * scale
-    scores = torch.tanh(scores / soft_cap) * soft_cap
-    if causal:
-        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
-    if mask is not None:
-        scores = scores.masked_fill(~mask, -torch.inf)
-    return torch.softmax(scores, dim=-1).to(v.dtype) @ v
+    scale = params.scale * params.k_scale
+    if params.soft_cap is None:
+        out = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, is_causal=causal)
+    else:
+        scores = (q @ k.transpose(-1, -2)).to(torch.float32) * scale
+        scores = torch.tanh(scores / params.soft_cap) * params.soft_cap
+        if causal:
+            mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
+        if mask is not None:
+            scores = scores.masked_fill(~mask, -torch.inf)
+        out = torch.softmax(scores, dim=-1).to(v.dtype) @ v
+    return out if params.v_scale == 1.0 else out * params.v_scale

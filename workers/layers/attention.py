@@ -8,7 +8,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from configs.sharding import HeadShard, split_heads
-from workers.attention.base import AttentionMetadata
+from workers.attention.base import AttentionMetadata, AttentionParams
 from workers.kv_cache import KVCache
 from workers.layers.linear import QKVParallelLinear, RowParallelLinear, features_of
 from workers.layers.norm import RMSNorm
@@ -23,18 +23,18 @@ class Attention(nn.Module):
         super().__init__()
         self.index = index
         self.backend = context.backend
-        self.scale = context.spec.attention_scale
-        self.window = context.spec.windows[index]
-        self.soft_cap = context.spec.attention_soft_cap
+        self.params = AttentionParams(
+            scale=context.spec.attention_scale,
+            window=context.spec.windows[index],
+            soft_cap=context.spec.attention_soft_cap,
+        )
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, kv: KVCache, meta: AttentionMetadata) -> Tensor:
         if q.shape[1] == 0:  # this rank holds no head
             return q
         k_cache, v_cache = kv.k[self.index], kv.v[self.index]
-        self.backend.store_kv(k, v, k_cache, v_cache, meta.slot_mapping)
-        return self.backend.attend(
-            q, k_cache, v_cache, meta, scale=self.scale, window=self.window, soft_cap=self.soft_cap
-        )
+        self.backend.store_kv(k, v, k_cache, v_cache, meta.slot_mapping, self.params)
+        return self.backend.attend(q, k_cache, v_cache, meta, self.params)
 
 
 class SelfAttention(nn.Module):

@@ -14,9 +14,11 @@ from torch import nn
 from configs.matrices import rank_weight_bytes
 from configs.model_spec import ModelSpec
 from configs.quantization import QuantizationSpec
+from workers.kernels.available import describe, triton_unavailable_reason
 from workers.layers.linear import ParallelLinear
 from workers.layers.parameter import Piece, sharded
 from workers.parallel import ParallelGroup
+from workers.quantization.fp8_block_matrix import Fp8BlockMatrix
 from workers.quantization.fp8_matrix import Fp8Matrix
 from workers.quantization.int4_matrix import Int4Matrix
 from workers.quantization.kept import KeptPlace, QuantizedMatrix
@@ -37,7 +39,7 @@ def choose_kernel(spec: ModelSpec, group: ParallelGroup, dtype: torch.dtype, dev
     if quantization is None:
         return None
     name = str(dtype).removeprefix("torch.")
-    kernel: Kernel = Fp8Matrix if quantization.bits == 8 else Int4Matrix
+    kernel = kernel_for(quantization)
     reason = quantization.kernel_refusal(name) or kernel_unavailable(quantization, kernel, device)
     sizes = [rank_weight_bytes(spec, group.rank, group.size, name, kept=kept) / 1e6 for kept in (True, False)]
     if reason is None:
@@ -47,17 +49,26 @@ def choose_kernel(spec: ModelSpec, group: ParallelGroup, dtype: torch.dtype, dev
     return None
 
 
+def kernel_for(spec: QuantizationSpec) -> Kernel:
+    if spec.bits == 4:
+        return Int4Matrix
+    return Fp8Matrix if spec.block is None else Fp8BlockMatrix
+
+
 def kernel_unavailable(spec: QuantizationSpec, kernel: Kernel, device: torch.device) -> str | None:
     """Why `device` has no such kernel; None: it has, and a small product was right."""
     if device.type != "cuda":
         return f"no kernel for them on {device.type}"
-    needed = (8, 9) if kernel is Fp8Matrix else (8, 0)
+    needed = (8, 0) if kernel is Int4Matrix else (8, 9)
     if torch.cuda.get_device_capability(device) < needed:
         return f"{torch.cuda.get_device_name(device)} is older than sm_{needed[0]}{needed[1]}"
+    reason = triton_unavailable_reason(device) if kernel is Fp8BlockMatrix else None
+    if reason is not None:
+        return f"triton: {reason}"
     try:
         error = probe(spec, kernel, device)
-    except (RuntimeError, NotImplementedError, AttributeError) as refusal:
-        return f"its kernel failed on this device: {refusal}"
+    except Exception as refusal:  # a compiler's or a driver's: whatever it is, this kernel cannot be used
+        return f"its kernel failed on this device ({describe(refusal)})"
     return None if error < PROBE_TOLERANCE else f"its kernel is wrong on this device by {error:.3f}"
 
 
@@ -77,8 +88,9 @@ def probe(spec: QuantizationSpec, kernel: Kernel, device: torch.device) -> float
 def random_slice(spec: QuantizationSpec, num_rows: int, num_columns: int, seed: int = 0) -> Fp8Slice | Int4Slice:
     """A matrix to try a kernel with."""
     generator = torch.Generator().manual_seed(seed)
-    group = num_columns if spec.bits == 8 else spec.kernel_group(num_columns) or num_columns
-    num_groups = num_columns // group
+    whole = spec.block[1] if spec.block is not None else num_columns
+    group = whole if spec.bits == 8 else spec.kernel_group(num_columns) or num_columns
+    num_groups = -(-num_columns // group)
     scales = torch.rand(num_rows, num_groups, generator=generator) + 0.5
     groups = torch.arange(num_columns) // group
     if spec.bits == 8:

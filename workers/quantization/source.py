@@ -35,8 +35,8 @@ READERS: dict[Format, Reader] = {
     "pack-quantized": Reader(is_pack_quantized, read_pack_quantized),
 }
 
-UNUSED_SUFFIXES = (".input_scale", ".k_scale", ".v_scale", ".output_scale")
-"""Fixed scales of activations and KV: not needed, since these are scaled by what they hold or kept in full."""
+UNUSED_SUFFIXES = (".input_scale", ".k_scale", ".v_scale", ".kv_scale", ".output_scale")
+"""Fixed scales of activations, which are scaled by what they hold, and of KV (`workers.quantization.kv_scales`)."""
 
 
 class DequantizingSource:

@@ -44,9 +44,19 @@ class AmxScope {
   bool active_;
 };
 
-// Sums [32][kPanel] of up to 32 rows. Rows past `count` are read (they belong to the same buffer) and come out as
-// anything: 16 at most, because a second tile that no row needs is left out.
+// A quarter of the weights of a later step. All of them at once would hold up the tiles of this one, and tiles loaded
+// without it wait for memory while nothing is multiplied.
+template <int Quarter>
+ANTIPHON_INLINE void prefetch_tiles(const char* weights) {
+  constexpr int64_t kAhead = 3072;
+#pragma GCC unroll 8
+  for (int line = 0; line < 8; ++line) prefetch(weights + kAhead + (8 * Quarter + line) * 64);
+}
+
+// Sums [16 or 32][kPanel] of up to 32 rows. Rows past `count` are read (they belong to the same buffer) and come out
+// as anything; a second tile that no row needs is left out. `fresh`: the weights come from memory.
 #define ANTIPHON_AMX_SUM(dot, Element, per_tile)                                             \
+  const bool both = count > 16;                                                              \
   _tile_zero(0);                                                                             \
   _tile_zero(1);                                                                             \
   _tile_zero(2);                                                                             \
@@ -55,11 +65,15 @@ class AmxScope {
   const char* w = reinterpret_cast<const char*>(weights);                                    \
   for (int64_t i = 0; i < k; i += per_tile, w += tile_bytes) {                               \
     _tile_loadd(4, a + i, stride * sizeof(Element));                                         \
+    if (fresh) prefetch_tiles<0>(w);                                                         \
     _tile_loadd(6, w, kPanel * 4);                                                           \
-    _tile_loadd(7, w + 64, kPanel * 4);                                                      \
+    if (fresh) prefetch_tiles<1>(w);                                                         \
     dot(0, 4, 6);                                                                            \
+    if (fresh) prefetch_tiles<2>(w);                                                         \
+    _tile_loadd(7, w + 64, kPanel * 4);                                                      \
+    if (fresh) prefetch_tiles<3>(w);                                                         \
     dot(1, 4, 7);                                                                            \
-    if (count > 16) {                                                                        \
+    if (both) {                                                                              \
       _tile_loadd(5, a + 16 * stride + i, stride * sizeof(Element));                         \
       dot(2, 5, 6);                                                                          \
       dot(3, 5, 7);                                                                          \
@@ -67,16 +81,18 @@ class AmxScope {
   }                                                                                          \
   _tile_stored(0, sums, kPanel * 4);                                                         \
   _tile_stored(1, sums + 16, kPanel * 4);                                                    \
-  _tile_stored(2, sums + 16 * kPanel, kPanel * 4);                                           \
-  _tile_stored(3, sums + 16 * kPanel + 16, kPanel * 4)
+  if (both) {                                                                                \
+    _tile_stored(2, sums + 16 * kPanel, kPanel * 4);                                         \
+    _tile_stored(3, sums + 16 * kPanel + 16, kPanel * 4);                                    \
+  }
 
 inline void amx_sum_int8(const uint8_t* a, int64_t stride, const int8_t* weights, int64_t k, int64_t count,
-                         int32_t* sums) {
+                         bool fresh, int32_t* sums) {
   ANTIPHON_AMX_SUM(_tile_dpbusd, uint8_t, 64);
 }
 
 inline void amx_sum_bfloat16(const bf16* a, int64_t stride, const bf16* weights, int64_t k, int64_t count,
-                             float* sums) {
+                             bool fresh, float* sums) {
   ANTIPHON_AMX_SUM(_tile_dpbf16ps, bf16, 32);
 }
 

@@ -1,8 +1,11 @@
 // The C functions that Python calls. No exception crosses this border: what can fail returns null.
 #include <new>
 
+#include "all_reduce.h"
 #include "decoder.h"
+#include "layer_ops.h"
 #include "quantize.h"
+#include "sampling.h"
 
 using namespace antiphon;
 
@@ -41,6 +44,32 @@ Pool* antiphon_pool_create(int32_t num_threads, int32_t spin_microseconds) {
 
 void antiphon_pool_destroy(Pool* pool) { delete pool; }
 
+int64_t antiphon_group_bytes(int32_t size) { return SharedGroup::num_bytes(size); }
+
+// Takes over `file`, also where it returns null.
+SharedGroup* antiphon_group_create(int32_t file, int32_t rank, int32_t size, int64_t timeout_ns, int64_t spin_ns) {
+  SharedGroup* group = guarded([&] { return new SharedGroup(file, rank, size, timeout_ns, spin_ns); });
+  if (group != nullptr && group->is_mapped()) return group;
+  delete group;
+  return nullptr;
+}
+
+void antiphon_group_destroy(SharedGroup* group) { delete group; }
+
+void antiphon_group_leave(SharedGroup* group) { group->leave(); }
+
+int32_t antiphon_group_is_alive(const SharedGroup* group, int32_t peer) { return group->is_alive(peer); }
+
+// An `AllReduce` of decoder.h.
+int32_t antiphon_group_all_reduce(void* group, float* data, int64_t count) {
+  return static_cast<SharedGroup*>(group)->all_reduce(data, count);
+}
+
+int32_t antiphon_group_all_gather(SharedGroup* group, const uint8_t* part, int64_t num_rows, const int64_t* widths,
+                                  uint8_t* out) {
+  return group->all_gather(part, num_rows, widths, out);
+}
+
 Matrix* antiphon_matrix_pack(Pool* pool, int32_t format, int32_t gated, int32_t exact, const float* source, int64_t n,
                              int64_t k, int64_t stride, const float* bias) {
   return guarded([&] { return pack(*pool, static_cast<Format>(format), gated, exact, source, n, k, stride, bias); });
@@ -67,9 +96,13 @@ void antiphon_decoder_logits(Decoder* decoder, const float* rows, int64_t stride
   decoder->logits(rows, stride, count, out, out_stride);
 }
 
-void antiphon_argmax(Pool* pool, const float* rows, int64_t stride, int64_t count, int64_t size, int64_t* out) {
-  pool->run(count, [&](int64_t row, int) { out[row] = argmax(rows + row * stride, size); });
+Sampler* antiphon_sampler_create(Pool* pool, int64_t vocab_size) {
+  return guarded([&] { return new Sampler(*pool, vocab_size); });
 }
+
+void antiphon_sampler_destroy(Sampler* sampler) { delete sampler; }
+
+void antiphon_sampler_sample(Sampler* sampler, const SampleCall* call) { sampler->sample(*call); }
 
 // One product, for tests and measurements: x [m, k] and out [m, columns] dense.
 void antiphon_linear(Pool* pool, const Matrix* matrix, const float* x, int64_t m, int32_t then, float soft_cap,
@@ -83,16 +116,18 @@ void antiphon_linear(Pool* pool, const Matrix* matrix, const float* x, int64_t m
   const int64_t stride = matrix->padded_k + 64;
   std::vector<uint8_t> numbers(2 * (m + 64) * stride);
   std::vector<float> scales(m + 64);
-  std::vector<bf16> halves((m + 64) * stride);
+  rows.num_digits = num_digits_wanted(*matrix, m);
+  std::vector<bf16> digits(rows.num_digits * (m + 64) * stride);
   for (int64_t row = 0; row < m; ++row) {
     uint8_t* high = numbers.data() + 2 * row * stride;
     scales[row] = quantize_row(padded.row(row), matrix->k, matrix->padded_k, high, high + stride);
-    convert(x + row * matrix->k, matrix->k, halves.data() + row * stride);
+    bf16* first = digits.data() + rows.num_digits * row * stride;
+    split_row(padded.row(row), matrix->k, matrix->padded_k, rows.num_digits, first, stride);
   }
   rows.numbers = numbers.data();
   rows.scales = scales.data();
-  rows.halves = halves.data();
-  rows.numbers_stride = rows.halves_stride = stride;
+  rows.digits = digits.data();
+  rows.numbers_stride = rows.digits_stride = stride;
   multiply(*pool, *matrix, rows, m, {out, matrix->out_columns, matrix->out_columns, static_cast<Then>(then), soft_cap});
 }
 

@@ -9,7 +9,7 @@
 #include <memory>
 #include <vector>
 
-#include "layer_ops.h"
+#include "kv_row.h"
 #include "pool.h"
 
 namespace antiphon {
@@ -94,5 +94,6 @@ void attend_tile(const AttentionCall& call, const AttentionTask& task, int32_t w
 inline bool decodes_directly(const AttentionShape& shape) { return shape.head_dim % W == 0; }
 
 constexpr int64_t kKeysPerChunk = 128;  // keys whose scores are held at a time
+constexpr int64_t kRowsAhead = 32;      // rows between the one at hand and the one being fetched
 
 }  // namespace antiphon

@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "attention.h"
+#include "attention_vnni.h"
 
 namespace antiphon {
 namespace {
@@ -12,41 +13,47 @@ constexpr int kHeadsAtOnce = 4;
 constexpr float kLowest = -std::numeric_limits<float>::infinity();
 
 struct DecodeMemory {
-  float* q;        // [H, D], scaled
-  float* sums;     // [H, D], unnormalised
-  float* largest;  // [H]
-  float* weights;  // [H]
-  float* scores;   // [kHeadsAtOnce, kKeysPerChunk]
-  int64_t* places;  // [kKeysPerChunk]
+  float* q;         // [H, D], scaled
+  float* sums;      // [H, D], unnormalised
+  float* largest;   // [H]
+  float* weights;   // [H]
+  float* scores;    // [kHeadsAtOnce, kKeysPerChunk]
+  int64_t* places;  // [kKeysPerChunk + kRowsAhead]
+  float *key_scales, *value_scales;  // [kKeysPerChunk], where rows have one
+  SplitQuery* split;                 // [H], of q, where keys are multiplied as integers
+  int8_t* numbers;                   // [H, 2, D], of split
 
   DecodeMemory(float* memory, const AttentionShape& shape) {
     const int64_t size = shape.num_heads * shape.head_dim, heads = round_up<int64_t>(shape.num_heads, 16);
     places = reinterpret_cast<int64_t*>(memory);
-    scores = memory + 2 * kKeysPerChunk;
+    key_scales = memory + 2 * (kKeysPerChunk + kRowsAhead);
+    value_scales = key_scales + kKeysPerChunk;
+    scores = value_scales + kKeysPerChunk;
     q = scores + kHeadsAtOnce * kKeysPerChunk;
     sums = q + size;
     largest = sums + size;
     weights = largest + heads;
+    split = reinterpret_cast<SplitQuery*>(weights + heads);
+    numbers = reinterpret_cast<int8_t*>(split + heads);
+  }
+
+  static int64_t num_floats(const AttentionShape& shape) {
+    const int64_t size = shape.num_heads * shape.head_dim, heads = round_up<int64_t>(shape.num_heads, 16);
+    const int64_t of_split = (heads * static_cast<int64_t>(sizeof(SplitQuery)) + 2 * size) / 4;
+    return 4 * kKeysPerChunk + 2 * kRowsAhead + kHeadsAtOnce * kKeysPerChunk + 2 * size + 2 * heads + of_split;
   }
 };
 
-template <typename T>
-ANTIPHON_INLINE void prefetch_row(const T* row, int64_t size) {
-  for (int64_t i = 0; i < size; i += 64 / static_cast<int64_t>(sizeof(T))) prefetch(row + i);
-}
-
 // N: vectors per head, 0 where the count is not known when this is compiled.
 template <typename T, int R, int N>
-ANTIPHON_INLINE void score(const float* q, const T* keys, const T* values, const int64_t* places, int64_t n, int64_t size,
-                           float* scores) {
+ANTIPHON_INLINE void score(const float* q, const T* keys, const int64_t* places, int64_t n, int64_t size, float* scores) {
   const int64_t dim = N > 0 ? N * W : size;
   for (int64_t i = 0; i < n; i += W) {
     const int64_t count = std::min<int64_t>(W, n - i);
     Vec products[R][W];
     for (int64_t j = 0; j < count; ++j) {
       const T* key = keys + places[i + j];
-      const int64_t ahead = i + j + W;
-      prefetch_row(ahead < n ? keys + places[ahead] : values + places[j], dim);
+      prefetch_row(keys + places[i + j + kRowsAhead], dim);
       Vec sums[R];
 #pragma GCC unroll 4
       for (int r = 0; r < R; ++r) sums[r] = Vec{};
@@ -63,6 +70,17 @@ ANTIPHON_INLINE void score(const float* q, const T* keys, const T* values, const
       for (int r = 0; r < R; ++r) products[r][j] = Vec{};
     }
     for (int r = 0; r < R; ++r) store(scores + r * kKeysPerChunk + i, sum_each(products[r]));
+  }
+}
+
+// Multiplies number j of each head by scale j.
+template <int R>
+ANTIPHON_INLINE void multiply_by_scales(float* scores, const float* scales, int64_t n) {
+  for (int64_t i = 0; i < n; i += W) {
+    for (int r = 0; r < R; ++r) {
+      float* place = scores + r * kKeysPerChunk + i;
+      store(place, load(place) * load(scales + i));
+    }
   }
 }
 
@@ -102,7 +120,7 @@ ANTIPHON_INLINE void add_segment(const float* scores, const T* values, const int
   }
   for (int64_t j = 0; j < n; ++j) {
     const T* value = values + places[j];
-    if (j + W < n) prefetch_row(values + places[j + W], S * W);
+    prefetch_row(values + places[j + kRowsAhead], S * W);
     Vec v[S];
 #pragma GCC unroll 4
     for (int s = 0; s < S; ++s) v[s] = load(value + s * W);
@@ -125,16 +143,18 @@ void add_chunk(const DecodeMemory& memory, int64_t head, const T* keys, const T*
                float soft_cap) {
   const float* q = memory.q + head * dim;
   if (dim == 4 * W) {
-    score<T, R, 4>(q, keys, values, memory.places, n, dim, memory.scores);
+    score<T, R, 4>(q, keys, memory.places, n, dim, memory.scores);
   } else if (dim == 8 * W) {
-    score<T, R, 8>(q, keys, values, memory.places, n, dim, memory.scores);
+    score<T, R, 8>(q, keys, memory.places, n, dim, memory.scores);
   } else {
-    score<T, R, 0>(q, keys, values, memory.places, n, dim, memory.scores);
+    score<T, R, 0>(q, keys, memory.places, n, dim, memory.scores);
   }
+  if constexpr (kHasScale<T>) multiply_by_scales<R>(memory.scores, memory.key_scales, n);
   float factors[R];
   for (int r = 0; r < R; ++r) {
     factors[r] = soften(memory.scores + r * kKeysPerChunk, n, soft_cap, memory.largest[head + r], memory.weights[head + r]);
   }
+  if constexpr (kHasScale<T>) multiply_by_scales<R>(memory.scores, memory.value_scales, n);
   float* sums = memory.sums + head * dim;
   int64_t d = 0;
   for (; d + 4 * W <= dim; d += 4 * W) {
@@ -142,6 +162,44 @@ void add_chunk(const DecodeMemory& memory, int64_t head, const T* keys, const T*
   }
   for (; d < dim; d += W) {
     add_segment<T, R, 1>(memory.scores, values + d, memory.places, n, dim, factors, sums + d);
+  }
+}
+
+#if defined(__AVX512VNNI__)
+constexpr bool kHasVnni = true;
+
+template <int R>
+void add_chunk_vnni(const DecodeMemory& memory, int64_t head, const int8_t* keys, const int8_t* values, int64_t n,
+                    int64_t dim, float soft_cap) {
+  const int8_t* numbers = memory.numbers + 2 * head * dim;
+  const SplitQuery* queries = memory.split + head;
+  if (dim == 64) {
+    score_vnni<R, 4>(numbers, queries, keys, memory.key_scales, memory.places, n, dim, memory.scores);
+  } else if (dim == 128) {
+    score_vnni<R, 8>(numbers, queries, keys, memory.key_scales, memory.places, n, dim, memory.scores);
+  } else {
+    score_vnni<R, 0>(numbers, queries, keys, memory.key_scales, memory.places, n, dim, memory.scores);
+  }
+  float factors[R];
+  for (int r = 0; r < R; ++r) {
+    factors[r] = soften(memory.scores + r * kKeysPerChunk, n, soft_cap, memory.largest[head + r], memory.weights[head + r]);
+  }
+  add_vnni<R>(memory.scores, values, memory.value_scales, memory.places, n, dim, factors, memory.sums + head * dim);
+}
+#else
+constexpr bool kHasVnni = false;
+
+template <int R>
+void add_chunk_vnni(const DecodeMemory&, int64_t, const int8_t*, const int8_t*, int64_t, int64_t, float);
+#endif
+
+template <typename T, int R>
+void add_heads(const DecodeMemory& memory, int64_t head, const T* keys, const T* values, int64_t n, int64_t dim,
+               float soft_cap) {
+  if constexpr (kHasScale<T> && kHasVnni) {
+    add_chunk_vnni<R>(memory, head, keys, values, n, dim, soft_cap);
+  } else {
+    add_chunk<T, R>(memory, head, keys, values, n, dim, soft_cap);
   }
 }
 
@@ -154,20 +212,30 @@ void add_keys(const AttentionCall& call, const AttentionTask& task, const Decode
   for (int64_t start = task.first; start < task.last; start += kKeysPerChunk) {
     const int64_t n = std::min<int64_t>(kKeysPerChunk, task.last - start);
     int64_t block = start / block_size, offset = start % block_size;
-    for (int64_t j = 0; j < n; ++j) {
+    const int64_t num_places = std::min<int64_t>(n + kRowsAhead, task.last - start);
+    for (int64_t j = 0; j < num_places; ++j) {
       memory.places[j] = blocks[block] * call.cache.block_stride + offset * call.cache.token_stride;
       if (++offset == block_size) ++block, offset = 0;
     }
+    for (int64_t j = num_places; j < round_up<int64_t>(n, W) + kRowsAhead; ++j) memory.places[j] = memory.places[n - 1];
     for (int64_t kv_head = 0; kv_head < shape.num_kv_heads; ++kv_head) {
       const T* keys = static_cast<const T*>(call.cache.k) + kv_head * call.cache.head_stride;
       const T* values = static_cast<const T*>(call.cache.v) + kv_head * call.cache.head_stride;
+      if constexpr (kHasScale<T>) {
+#pragma GCC unroll 4
+        for (int64_t j = 0; j < n; ++j) {
+          memory.key_scales[j] = row_scale(keys + memory.places[j], dim);
+          memory.value_scales[j] = row_scale(values + memory.places[j], dim);
+        }
+        for (int64_t j = n; j < round_up<int64_t>(n, W); ++j) memory.key_scales[j] = memory.value_scales[j] = 0;
+      }
       for (int64_t i = 0; i < batches; ++i) {
         const int64_t from = group * i / batches, to = group * (i + 1) / batches, head = kv_head * group + from;
         switch (to - from) {
-          case 1: add_chunk<T, 1>(memory, head, keys, values, n, dim, call.soft_cap); break;
-          case 2: add_chunk<T, 2>(memory, head, keys, values, n, dim, call.soft_cap); break;
-          case 3: add_chunk<T, 3>(memory, head, keys, values, n, dim, call.soft_cap); break;
-          default: add_chunk<T, 4>(memory, head, keys, values, n, dim, call.soft_cap); break;
+          case 1: add_heads<T, 1>(memory, head, keys, values, n, dim, call.soft_cap); break;
+          case 2: add_heads<T, 2>(memory, head, keys, values, n, dim, call.soft_cap); break;
+          case 3: add_heads<T, 3>(memory, head, keys, values, n, dim, call.soft_cap); break;
+          default: add_heads<T, 4>(memory, head, keys, values, n, dim, call.soft_cap); break;
         }
       }
     }
@@ -212,8 +280,7 @@ void merge_parts(const AttentionShape& shape, const AttentionTask& task, const A
 }  // namespace
 
 int64_t decode_scratch_size(const AttentionShape& shape) {
-  const int64_t size = shape.num_heads * shape.head_dim, heads = round_up<int64_t>(shape.num_heads, 16);
-  return 2 * kKeysPerChunk + kHeadsAtOnce * kKeysPerChunk + 2 * size + 2 * heads;
+  return DecodeMemory::num_floats(shape);
 }
 
 void attend_decode(const AttentionCall& call, const AttentionTask& task, float* buffer, const AttentionScratch& scratch) {
@@ -226,11 +293,13 @@ void attend_decode(const AttentionCall& call, const AttentionTask& task, float* 
     store(memory.sums + i, Vec{});
   }
   for (int64_t head = 0; head < shape.num_heads; ++head) memory.largest[head] = kLowest, memory.weights[head] = 0;
-  if (call.cache.is_bfloat16) {
-    add_keys<bf16>(call, task, memory);
-  } else {
-    add_keys<float>(call, task, memory);
+  if (call.cache.format == KvFormat::kInt8 && kHasVnni) {
+    for (int64_t head = 0; head < shape.num_heads; ++head) {
+      const int64_t first = head * shape.head_dim;
+      memory.split[head] = split_query(memory.q + first, shape.head_dim, memory.numbers + 2 * first);
+    }
   }
+  with_format(call.cache.format, [&](auto number) { add_keys<decltype(number)>(call, task, memory); });
   float* out = call.out + row * call.out_stride;
   if (task.num_parts == 1) return write_out(shape, memory.sums, memory.weights, out);
   write_part(shape, memory, scratch.part(task.slot + task.part));

@@ -54,24 +54,27 @@ void gather_keys(const T* keys, const int64_t (&places)[W], int64_t dim, float* 
   int64_t d = 0;
   for (; d + W <= dim; d += W) {
     Vec rows[W];
-    for (int j = 0; j < W; ++j) rows[j] = places[j] < 0 ? Vec{} : load(keys + places[j] + d);
+    for (int j = 0; j < W; ++j) {
+      rows[j] = places[j] < 0 ? Vec{} : load(keys + places[j] + d) * row_scale(keys + places[j], dim);
+    }
     transpose(rows);
     for (int i = 0; i < W; ++i) store(columns + (d + i) * kPanel, rows[i]);
   }
   for (; d < dim; ++d) {
-    for (int j = 0; j < W; ++j) columns[d * kPanel + j] = places[j] < 0 ? 0 : to_float(keys[places[j] + d]);
+    for (int j = 0; j < W; ++j) columns[d * kPanel + j] = places[j] < 0 ? 0 : to_float(keys[places[j] + d]) * row_scale(keys + places[j], dim);
   }
 }
 
 // One value to a row of each panel of head dimensions.
 template <typename T>
 ANTIPHON_INLINE void gather_value(const T* value, int64_t dim, int64_t num_panels, float* row) {
+  const float scale = row_scale(value, dim);
   for (int64_t p = 0; p < num_panels; ++p, row += kKeysPerChunk * kPanel, value += kPanel, dim -= kPanel) {
     if (dim >= kPanel) {
-      store(row, load(value));
-      store(row + W, load(value + W));
+      store(row, load(value) * scale);
+      store(row + W, load(value + W) * scale);
     } else {
-      for (int64_t d = 0; d < kPanel; ++d) row[d] = d < dim ? to_float(value[d]) : 0;
+      for (int64_t d = 0; d < kPanel; ++d) row[d] = d < dim ? to_float(value[d]) * scale : 0;
     }
   }
 }
@@ -227,11 +230,9 @@ void attend_tile(const AttentionCall& call, const AttentionTask& task, int32_t w
   load_queries(call, task, place, memory);
   for (int64_t start = place.first_key; start < place.end_key; start += kKeysPerChunk) {
     const int64_t n = std::min(kKeysPerChunk, place.end_key - start);
-    if (call.cache.is_bfloat16) {
-      gather_chunk<bf16>(call, task, start, n, memory);
-    } else {
-      gather_chunk<float>(call, task, start, n, memory);
-    }
+    with_format(call.cache.format, [&](auto number) {
+      gather_chunk<decltype(number)>(call, task, start, n, memory);
+    });
     for (int64_t row = 0; row < place.rows; row += kMaxTileRows) {
       const int64_t rows = std::min<int64_t>(kMaxTileRows, place.rows - row);
       row_tile_of(rows, std::make_integer_sequence<int, kMaxTileRows>())(call, place, row, start, n, memory);

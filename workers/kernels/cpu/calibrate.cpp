@@ -1,6 +1,5 @@
 // What the machine can do at best, for measurements to be compared with: multiply-adds in registers, and reading memory.
-#include "pool.h"
-#include "simd.h"
+#include "gemm.h"
 
 using namespace antiphon;
 
@@ -33,6 +32,8 @@ __attribute__((noinline)) float multiply_add(int64_t rounds, float start) {
 float read(const float* data, int64_t count) {
   Vec sums[4] = {};
   for (int64_t i = 0; i + 4 * W <= count; i += 4 * W) {
+    prefetch_weights(data + i);
+    prefetch_weights(data + i + 2 * W);
 #pragma GCC unroll 4
     for (int j = 0; j < 4; ++j) sums[j] += load(data + i + j * W);
   }

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstdlib>
 
+#include "layer_ops.h"
 #include "quantize.h"
 
 namespace antiphon {
@@ -57,7 +58,7 @@ void Decoder::reserve(int64_t num_tokens) {
   operand_stride_ = round_up<int64_t>(widest, 64) + 64;
   numbers_ = std::make_unique<uint8_t[]>(2 * rows * operand_stride_);
   scales_ = std::make_unique<float[]>(rows);
-  if (amx_available()) halves_ = std::make_unique<bf16[]>(rows * operand_stride_);
+  if (amx_available()) digits_ = std::make_unique<bf16[]>(kMostDigits * rows * operand_stride_);
 }
 
 template <typename Body>
@@ -135,13 +136,13 @@ Rows Decoder::prepare(const Matrix& matrix, const Buffer& input, int64_t width, 
       uint8_t* numbers = numbers_.get() + 2 * row * operand_stride_;
       scales_[row] = quantize_row(input.row(row), width, matrix.padded_k, numbers, numbers + operand_stride_);
     });
-  } else if (wants_halves(matrix, num_rows)) {
-    rows.halves = halves_.get();
-    rows.halves_stride = operand_stride_;
-    for_rows(num_rows, width, [&](int64_t row) {
-      bf16* out = halves_.get() + row * operand_stride_;
-      convert(input.row(row), round_up<int64_t>(width, W), out);
-      for (int64_t i = round_up<int64_t>(width, W); i < matrix.padded_k; ++i) out[i] = bf16{0};
+  } else if (const int num_digits = num_digits_wanted(matrix, num_rows); num_digits > 0) {
+    rows.digits = digits_.get();
+    rows.digits_stride = operand_stride_;
+    rows.num_digits = num_digits;
+    for_rows(num_rows, width * num_digits, [&](int64_t row) {
+      bf16* digits = digits_.get() + row * num_digits * operand_stride_;
+      split_row(input.row(row), width, matrix.padded_k, num_digits, digits, operand_stride_);
     });
   }
   return rows;
@@ -151,7 +152,7 @@ Rows Decoder::prepare(const Matrix& matrix, const Buffer& input, int64_t width, 
 void Decoder::rotate_and_store(const Layer& layer, const Step& step) {
   const int64_t dim = shape_.head_dim, heads = shape_.num_heads, kv_heads = shape_.num_kv_heads;
   const Cache cache{layer.k_cache,      layer.v_cache, layer.block_stride, layer.token_stride, layer.head_stride,
-                    static_cast<int32_t>(description_.kv_block_size), description_.kv_is_bfloat16};
+                    static_cast<int32_t>(description_.kv_block_size), description_.kv_format};
   for_rows(step.num_tokens, (heads + 2 * kv_heads) * dim, [&](int64_t row) {
     float* head = qkv_.row(row);
     const float *cos = cosines_[layer.rope].row(row), *sin = sines_[layer.rope].row(row);
@@ -170,7 +171,7 @@ void Decoder::run_layer_attention(const Layer& layer, const Step& step) {
   call.shape = shape_;
   call.batch = {step.first_queries, step.seq_lens, step.block_tables, step.block_table_stride, step.num_seqs};
   call.cache = {layer.k_cache,      layer.v_cache, layer.block_stride, layer.token_stride, layer.head_stride,
-                static_cast<int32_t>(description_.kv_block_size), description_.kv_is_bfloat16};
+                static_cast<int32_t>(description_.kv_block_size), description_.kv_format};
   call.q = qkv_.row(0);
   call.q_stride = qkv_.stride();
   call.out = attended_.row(0);
@@ -191,7 +192,7 @@ int32_t Decoder::add_product(const Matrix& matrix, const Buffer& input, int64_t 
   multiply(pool_, matrix, rows, num_tokens, {target.row(0), target.stride(), matrix.padded_columns(), then, 0});
   if (direct) return 0;
   if (description_.all_reduce != nullptr) {
-    const int32_t status = description_.all_reduce(delta_.row(0), num_tokens * delta_.stride());
+    const int32_t status = description_.all_reduce(description_.group, delta_.row(0), num_tokens * delta_.stride());
     if (status != 0) return status;
   }
   for_rows(num_tokens, hidden, [&](int64_t row) {
@@ -211,7 +212,7 @@ int32_t Decoder::forward(const Step& step) {
   reserve(n);
   embed(step);
   if (d.all_reduce != nullptr) {
-    const int32_t status = d.all_reduce(residual_.row(0), n * residual_.stride());
+    const int32_t status = d.all_reduce(d.group, residual_.row(0), n * residual_.stride());
     if (status != 0) return status;
   }
   make_rotations(step);

@@ -13,8 +13,8 @@
 
 namespace antiphon {
 
-// Sums `count` floats over the ranks, in place; anything but 0 ends the step.
-using AllReduce = int32_t (*)(float* data, int64_t count);
+// Sums `count` floats over the ranks of `group`, in place; anything but 0 ends the step.
+using AllReduce = int32_t (*)(void* group, float* data, int64_t count);
 
 struct Description {
   int64_t num_layers, hidden, inner;             // inner: of this rank
@@ -22,7 +22,7 @@ struct Description {
   int64_t first_token, num_tokens;               // the part of the vocabulary that this rank embeds
   int64_t num_ropes;
   int64_t kv_block_size;
-  int32_t kv_is_bfloat16;
+  KvFormat kv_format;
   int32_t activation;  // Then::kSiluTimesUp or kGeluTimesUp
   float eps, attention_scale, attention_soft_cap, logit_soft_cap, embedding_scale;  // caps 0: none
   float rope_factors[2];                // cosines and sines are multiplied by it
@@ -31,6 +31,7 @@ struct Description {
   const Matrix* head;
   const float* final_norm;
   AllReduce all_reduce;  // null: one rank
+  void* group;           // what it is called with
 };
 
 // Norm weights as they are multiplied with; null where a model has none.
@@ -102,7 +103,7 @@ class Decoder {
   Buffer residual_, normed_, qkv_, attended_, inner_, delta_, cosines_[2], sines_[2];
   std::unique_ptr<uint8_t[]> numbers_;
   std::unique_ptr<float[]> scales_;
-  std::unique_ptr<bf16[]> halves_;
+  std::unique_ptr<bf16[]> digits_;
   int64_t operand_stride_ = 0;
 };
 

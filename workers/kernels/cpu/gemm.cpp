@@ -15,6 +15,7 @@ namespace antiphon {
 namespace {
 
 [[maybe_unused]] constexpr int64_t kAmxBlock = 64;  // rows whose results are written while their lines are at hand
+constexpr int64_t kMostRowsInTwoDigits = 32;  // up to here reading the weights takes longer than multiplying
 constexpr int64_t kCachedActivations = 448 << 10;  // bytes of rows that stay near a core while panels pass by
 
 ANTIPHON_INLINE void write(const Output& out, float* row, int64_t column, Vec v) {
@@ -62,8 +63,7 @@ ANTIPHON_INLINE void sum_bfloat16(const Matrix& m, int64_t panel, const Rows& ro
   auto* weights = static_cast<const bf16*>(m.data) + panel * m.padded_k * kPanel;
   const float* a = rows.values + row * rows.stride;
   for (int64_t k = 0; k < m.k; k += 2, weights += 2 * kPanel) {
-    prefetch(weights + 32 * kPanel);
-    if (W == 16) prefetch(weights + 33 * kPanel);
+    prefetch_weights(weights);
     UVec pairs[2];
     memcpy(pairs, weights, sizeof pairs);
     Vec even0 = reinterpret_cast<Vec>(pairs[0] << 16), even1 = reinterpret_cast<Vec>(pairs[1] << 16);
@@ -102,8 +102,7 @@ ANTIPHON_INLINE void sum_int8(const Matrix& m, int64_t panel, const Rows& rows, 
 #pragma GCC unroll 16
   for (int r = 0; r < 2 * R; ++r) sums[r][0] = sums[r][1] = IVec{};
   for (int64_t k = 0; k < m.k; k += 4, weights += 4 * kPanel) {
-    prefetch(weights + 64 * kPanel);
-    if (W == 16) prefetch(weights + 66 * kPanel);
+    prefetch_weights(weights);
     IVec w0, w1;
     memcpy(&w0, weights, sizeof w0);
     memcpy(&w1, weights + sizeof w0, sizeof w1);
@@ -155,20 +154,45 @@ void vector_panel(const Matrix& m, int64_t panel, const Rows& rows, int64_t firs
 }
 
 #if ANTIPHON_HAS_AMX
+// The same for `count` rows of sums [count][kPanel].
+void finish_rows(const Matrix& m, int64_t panel, const Output& out, int64_t row, int64_t count, const float* sums) {
+  const int64_t column = panel * kPanel;
+  const bool plain = m.bias == nullptr && !m.gated && column + kPanel <= out.columns;
+  if (!plain || (out.then != Then::kStore && out.then != Then::kAdd)) {
+    for (int64_t r = 0; r < count; ++r) {
+      finish(m, panel, out, row + r, load(sums + r * kPanel), load(sums + r * kPanel + W));
+    }
+    return;
+  }
+  for (int64_t r = 0; r < count; ++r) {
+    float* target = out.data + (row + r) * out.stride + column;
+    Vec c0 = load(sums + r * kPanel), c1 = load(sums + r * kPanel + W);
+    if (out.then == Then::kAdd) {
+      c0 += load(target);
+      c1 += load(target + W);
+    }
+    store(target, c0);
+    store(target + W, c1);
+  }
+}
+
 void amx_panel_int8(const Matrix& m, int64_t panel, const Rows& rows, int64_t first, int64_t last, const Output& out) {
-  alignas(64) int32_t sums[kAmxRows * kPanel];
+  alignas(64) int32_t raw[kAmxRows * kPanel];
+  alignas(64) float sums[kAmxRows / 2 * kPanel];
   auto* weights = static_cast<const int8_t*>(m.data) + panel * m.padded_k * kPanel;
   for (int64_t row = first; row < last; row += kAmxRows / 2) {
     const int64_t count = std::min<int64_t>(kAmxRows / 2, last - row);
     const uint8_t* numbers = rows.numbers + 2 * row * rows.numbers_stride;
-    amx_sum_int8(numbers, rows.numbers_stride, weights, m.padded_k, 2 * count, sums);
+    amx_sum_int8(numbers, rows.numbers_stride, weights, m.padded_k, 2 * count, row == 0, raw);
     for (int64_t r = 0; r < count; ++r) {
-      IVec raw[2][2];
-      memcpy(raw, sums + 2 * r * kPanel, sizeof raw);
+      IVec both[2][2];
+      memcpy(both, raw + 2 * r * kPanel, sizeof both);
       Vec c0, c1;
-      dequantise(m, panel, rows.scales[row + r], raw[0], raw[1], c0, c1);
-      finish(m, panel, out, row + r, c0, c1);
+      dequantise(m, panel, rows.scales[row + r], both[0], both[1], c0, c1);
+      store(sums + r * kPanel, c0);
+      store(sums + r * kPanel + W, c1);
     }
+    finish_rows(m, panel, out, row, count, sums);
   }
 }
 
@@ -176,19 +200,26 @@ void amx_panel_bfloat16(const Matrix& m, int64_t panel, const Rows& rows, int64_
                         const Output& out) {
   alignas(64) float sums[kAmxRows * kPanel];
   auto* weights = static_cast<const bf16*>(m.data) + panel * m.padded_k * kPanel;
-  for (int64_t row = first; row < last; row += kAmxRows) {
-    const int64_t count = std::min<int64_t>(kAmxRows, last - row);
-    amx_sum_bfloat16(rows.halves + row * rows.halves_stride, rows.halves_stride, weights, m.padded_k, count, sums);
-    for (int64_t r = 0; r < count; ++r) {
-      finish(m, panel, out, row + r, load(sums + r * kPanel), load(sums + r * kPanel + W));
+  const int64_t digits = rows.num_digits, at_once = kAmxRows / digits;
+  for (int64_t row = first; row < last; row += at_once) {
+    const int64_t count = std::min(at_once, last - row);
+    const bf16* operand = rows.digits + row * digits * rows.digits_stride;
+    amx_sum_bfloat16(operand, rows.digits_stride, weights, m.padded_k, count * digits, row == 0, sums);
+    for (int64_t r = 0; digits > 1 && r < count; ++r) {
+      for (int64_t i = 0; i < kPanel; i += W) {
+        Vec total = Vec{};
+        for (int64_t digit = digits - 1; digit >= 0; --digit) total += load(sums + (r * digits + digit) * kPanel + i);
+        store(sums + r * kPanel + i, total);  // r <= r * digits: what it overwrites has been read
+      }
     }
+    finish_rows(m, panel, out, row, count, sums);
   }
 }
 #endif
 
 bool uses_amx(const Matrix& m, int64_t num_rows) {
   if (m.format == Format::kInt8) return amx_available() && 2 * num_rows >= kMinAmxRows;
-  return wants_halves(m, num_rows);
+  return num_digits_wanted(m, num_rows) > 0;
 }
 
 }  // namespace
@@ -205,8 +236,10 @@ bool amx_available() {
 
 bool wants_numbers(const Matrix& m) { return m.format == Format::kInt8; }
 
-bool wants_halves(const Matrix& m, int64_t num_rows) {
-  return m.format == Format::kBfloat16 && !m.exact && amx_available() && num_rows >= kMinAmxRows;
+int num_digits_wanted(const Matrix& m, int64_t num_rows) {
+  if (m.format != Format::kBfloat16 || !amx_available()) return 0;
+  const int digits = m.exact ? 3 : num_rows <= kMostRowsInTwoDigits ? 2 : 1;
+  return num_rows * digits >= kMinAmxRows ? digits : 0;
 }
 
 void multiply(Pool& pool, const Matrix& matrix, const Rows& rows, int64_t m, const Output& out) {

@@ -14,8 +14,9 @@ struct Rows {
   const uint8_t* numbers;  // quantised, see quantize.h: two rows for one, the high numbers first
   int64_t numbers_stride;
   const float* scales;
-  const bf16* halves;
-  int64_t halves_stride;
+  const bf16* digits;  // bfloat16 numbers whose sum is the value: `num_digits` rows for one, see quantize.h
+  int64_t digits_stride;
+  int num_digits;
 };
 
 enum class Then : int32_t {
@@ -42,15 +43,22 @@ bool amx_available();
 
 // Whether the format is multiplied in another precision than fp32 for so many rows.
 bool wants_numbers(const Matrix& matrix);
-bool wants_halves(const Matrix& matrix, int64_t m);
+// In how many bfloat16 numbers each of m rows is multiplied; 0: as it is.
+int num_digits_wanted(const Matrix& matrix, int64_t m);
+constexpr int kMostDigits = 3;
+
+// Weights are read once, front to back: what comes next is fetched as far as the second cache, early enough.
+ANTIPHON_INLINE void prefetch_weights(const void* weights) {
+  constexpr int64_t kAhead = 5120;
+  __builtin_prefetch(static_cast<const char*>(weights) + kAhead, 0, 2);
+  if (W == 16) __builtin_prefetch(static_cast<const char*>(weights) + kAhead + 64, 0, 2);
+}
 
 // The fp32 product itself, shared with attention: acc[r] += sum over k of a[r * lda + k] * b[k], b [k][kPanel].
 template <int R>
 ANTIPHON_INLINE void accumulate(const float* a, int64_t lda, const float* b, int64_t k, Vec (&acc)[R][2]) {
-  constexpr int64_t kAhead = 16 * kPanel;  // floats
   for (int64_t i = 0; i < k; ++i, b += kPanel) {
-    prefetch(b + kAhead);
-    if (W == 16) prefetch(b + kAhead + W);
+    prefetch_weights(b);
     Vec b0 = load(b), b1 = load(b + W);
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {

@@ -21,7 +21,7 @@ from workers.kernels.cpu.build import KernelsUnavailable, build, choose_variant
 
 log = logging.getLogger(__name__)
 
-SPIN_MICROSECONDS = 50
+SPIN_MICROSECONDS = 100
 """How long a thread without work waits before it sleeps: longer than the gaps within a step, shorter than those between
 two. The longer it is, the more a process that needs the same core suffers."""
 
@@ -34,6 +34,19 @@ class Format(IntEnum):
     INT8 = 2
 
 
+class KvFormat(IntEnum):
+    """How keys and values are kept; `KvFormat` in kv_row.h."""
+
+    FLOAT32 = 0
+    BFLOAT16 = 1
+    INT8 = 2
+
+    @classmethod
+    def of(cls, dtype: torch.dtype) -> KvFormat:
+        """Of a cache whose tensors are of `dtype`; see `workers.kv_format`."""
+        return {torch.float32: cls.FLOAT32, torch.bfloat16: cls.BFLOAT16, torch.int8: cls.INT8}[dtype]
+
+
 class Then(IntEnum):
     """What is done with a product; `Then` in gemm.h."""
 
@@ -44,7 +57,8 @@ class Then(IntEnum):
     SOFT_CAP = 4
 
 
-AllReduce = ctypes.CFUNCTYPE(c_int32, c_void_p, c_int64)
+AllReduce = ctypes.CFUNCTYPE(c_int32, c_void_p, c_void_p, c_int64)
+"""(group, address of floats, count); `AllReduce` in decoder.h."""
 
 
 class CDescription(Structure):
@@ -53,13 +67,14 @@ class CDescription(Structure):
     _fields_ = [
         *[(name, c_int64) for name in ("num_layers", "hidden", "inner", "num_heads", "num_kv_heads", "head_dim")],
         *[(name, c_int64) for name in ("first_token", "num_tokens", "num_ropes", "kv_block_size")],
-        *[(name, c_int32) for name in ("kv_is_bfloat16", "activation")],
+        *[(name, c_int32) for name in ("kv_format", "activation")],
         *[(name, c_float) for name in ("eps", "attention_scale", "attention_soft_cap", "logit_soft_cap")],
         ("embedding_scale", c_float),
         ("rope_factors", c_float * 2),
         ("rope_frequencies", c_void_p * 2),
         *[(name, c_void_p) for name in ("embedding", "head", "final_norm")],
         ("all_reduce", AllReduce),
+        ("group", c_void_p),
     ]
 
 
@@ -89,12 +104,12 @@ class CStep(Structure):
 
 
 class CCache(Structure):
-    """`Cache` in layer_ops.h."""
+    """`Cache` in kv_row.h."""
 
     _fields_ = [
         *[(name, c_void_p) for name in ("k", "v")],
         *[(name, c_int64) for name in ("block_stride", "token_stride", "head_stride")],
-        *[(name, c_int32) for name in ("block_size", "is_bfloat16")],
+        *[(name, c_int32) for name in ("block_size", "format")],
     ]
 
 
@@ -114,10 +129,28 @@ class CAttentionCall(Structure):
     ]
 
 
+class CSampleCall(Structure):
+    """`SampleCall` in sampling.h."""
+
+    _fields_ = [
+        ("logits", c_void_p),
+        *[(name, c_int64) for name in ("stride", "num_greedy", "num_drawn")],
+        *[(name, c_void_p) for name in ("greedy", "drawn", "temperature", "seeds", "positions")],
+        *[(name, c_void_p) for name in ("top_k", "top_p", "floor", "tokens")],
+    ]
+
+
 _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "instructions": (c_char_p, []),
     "pool_create": (c_void_p, [c_int32, c_int32]),
     "pool_destroy": (None, [c_void_p]),
+    "group_bytes": (c_int64, [c_int32]),
+    "group_create": (c_void_p, [c_int32, c_int32, c_int32, c_int64, c_int64]),
+    "group_destroy": (None, [c_void_p]),
+    "group_leave": (None, [c_void_p]),
+    "group_is_alive": (c_int32, [c_void_p, c_int32]),
+    "group_all_reduce": (c_int32, [c_void_p, c_void_p, c_int64]),
+    "group_all_gather": (c_int32, [c_void_p, c_void_p, c_int64, c_void_p, c_void_p]),
     "matrix_pack": (c_void_p, [c_void_p, c_int32, c_int32, c_int32, c_void_p, c_int64, c_int64, c_int64, c_void_p]),
     "matrix_release": (None, [c_void_p]),
     "matrix_bytes": (c_int64, [c_void_p]),
@@ -127,7 +160,9 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "decoder_reserve": (None, [c_void_p, c_int64]),
     "decoder_forward": (c_int32, [c_void_p, POINTER(CStep)]),
     "decoder_logits": (None, [c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_int64]),
-    "argmax": (None, [c_void_p, c_void_p, c_int64, c_int64, c_int64, c_void_p]),
+    "sampler_create": (c_void_p, [c_void_p, c_int64]),
+    "sampler_destroy": (None, [c_void_p]),
+    "sampler_sample": (None, [c_void_p, POINTER(CSampleCall)]),
     "linear": (None, [c_void_p, c_void_p, c_void_p, c_int64, c_int32, c_float, c_void_p]),
     "rms_norm": (None, [c_void_p, c_void_p, c_int64, c_int64, c_float, c_void_p]),
     "rotate": (None, [c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int64]),
@@ -211,6 +246,26 @@ class PackedMatrix:
         self.num_bytes = int(kernels.matrix_bytes(self.handle))
 
 
+class SharedGroup:
+    """One rank's part in the memory that the ranks of a host share; `SharedGroup` in all_reduce.h.
+
+    Takes over `file`. Raises MemoryError: it cannot be mapped, or its lock is not to be had.
+    """
+
+    def __init__(
+        self, kernels: CpuKernels, file: int, rank: int, size: int, *, timeout: float, spin_microseconds: int
+    ) -> None:
+        handle = kernels.group_create(file, rank, size, round(timeout * 1e9), spin_microseconds * 1000)
+        self.handle = _owned(self, handle, kernels.group_destroy)
+
+
+class Sampler:
+    """Memory for drawing tokens on the pool's threads; lives no longer than the pool, which the caller keeps."""
+
+    def __init__(self, kernels: CpuKernels, pool: Pool, vocab_size: int) -> None:
+        self.handle = _owned(self, kernels.sampler_create(pool.handle, vocab_size), kernels.sampler_destroy)
+
+
 def _owned(owner: object, handle: int | None, destroy: Any) -> int:
     """The handle, destroyed when its owner is."""
     if not handle:
@@ -221,13 +276,13 @@ def _owned(owner: object, handle: int | None, destroy: Any) -> int:
 
 
 def cache_strides(cache: Tensor) -> tuple[int, int, int]:
-    """(block, token, head) of a layer's keys or values [B, block size, G, D], in elements, in any order of memory."""
-    assert cache.stride(3) == 1 or cache.shape[3] <= 1, "the numbers of a head must be neighbours"
+    """(block, token, head) of a layer's keys or values [B, block size, G, row], in elements, in any order of memory."""
+    assert cache.stride(3) == 1 or cache.shape[3] <= 1, "the numbers of a row must be neighbours"
     return cache.stride(0), cache.stride(1), cache.stride(2)
 
 
 def describe_cache(k_cache: Tensor, v_cache: Tensor) -> CCache:
-    assert k_cache.dtype == v_cache.dtype and k_cache.dtype in (torch.float32, torch.bfloat16)
+    assert k_cache.dtype == v_cache.dtype
     assert k_cache.shape == v_cache.shape and k_cache.stride() == v_cache.stride()
     block, token, head = cache_strides(k_cache)
     return CCache(
@@ -237,5 +292,5 @@ def describe_cache(k_cache: Tensor, v_cache: Tensor) -> CCache:
         token_stride=token,
         head_stride=head,
         block_size=k_cache.shape[1],
-        is_bfloat16=int(k_cache.dtype == torch.bfloat16),
+        format=KvFormat.of(k_cache.dtype),
     )

@@ -3,10 +3,6 @@
 #include <cmath>
 #include <cstdlib>
 
-#if defined(__linux__)
-#include <sys/mman.h>
-#endif
-
 #include "quantize.h"
 
 namespace antiphon {
@@ -110,19 +106,6 @@ void for_each_place(const Matrix& m, int lane, const Read& read) {
 
 }  // namespace
 
-void* allocate(int64_t bytes, bool zeroed) {
-  constexpr int64_t kHuge = 2 << 20;
-  int64_t alignment = bytes >= kHuge ? kHuge : 64;
-  int64_t rounded = round_up(bytes > 0 ? bytes : 1, alignment);
-  void* memory = aligned_alloc(alignment, rounded);
-  if (memory == nullptr) return nullptr;
-#if defined(__linux__) && defined(MADV_HUGEPAGE)
-  if (alignment == kHuge) madvise(memory, rounded, MADV_HUGEPAGE);
-#endif
-  if (zeroed) memset(memory, 0, rounded);
-  return memory;
-}
-
 Matrix* pack(Pool& pool, Format format, bool gated, bool exact, const float* source, int64_t n, int64_t k,
              int64_t stride, const float* bias) {
   auto* m = new Matrix{};
@@ -137,7 +120,8 @@ Matrix* pack(Pool& pool, Format format, bool gated, bool exact, const float* sou
   int64_t lanes = m->num_panels * kPanel;
   int64_t width = format == Format::kInt8 ? 1 : format == Format::kBfloat16 ? 2 : 4;
   m->bytes = lanes * m->padded_k * width;
-  m->data = allocate(m->bytes, false);  // its padding is packed too
+  m->memory = take_piece(m->bytes);  // its padding is packed too
+  m->data = m->memory.get();
   if (bias != nullptr) m->bias = static_cast<float*>(allocate(lanes * 4));
   if (format == Format::kInt8) {
     m->scales = static_cast<float*>(allocate(lanes * 4));
@@ -158,7 +142,6 @@ Matrix* pack(Pool& pool, Format format, bool gated, bool exact, const float* sou
 
 void release(Matrix* m) {
   if (m == nullptr) return;
-  free(m->data);
   free(m->bias);
   free(m->scales);
   free(m->corrections);

@@ -4,7 +4,9 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 
+#include "memory.h"
 #include "pool.h"
 #include "simd.h"
 
@@ -25,7 +27,8 @@ struct Matrix {
   bool gated;
   bool exact;  // bf16: multiply by activations in fp32 however many rows there are
   int64_t n, k, padded_k, num_panels, out_columns;
-  void* data;
+  std::shared_ptr<char> memory;
+  void* data;  // its start
   int64_t bytes;
   float* bias;           // [num_panels * kPanel] in packed order, or null
   float* scales;         // int8: weight = scale * number, per output
@@ -47,8 +50,5 @@ void release(Matrix* matrix);
 
 // Row `row` of the unpacked matrix, for embeddings that share the output head's weights.
 void unpack_row(const Matrix& matrix, int64_t row, float* out);
-
-// 64-byte aligned; large ones ask for huge pages. Zeroed unless the caller is going to write all of it.
-void* allocate(int64_t bytes, bool zeroed = true);
 
 }  // namespace antiphon

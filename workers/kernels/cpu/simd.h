@@ -29,6 +29,7 @@ typedef float Vec __attribute__((vector_size(W * 4)));
 typedef int32_t IVec __attribute__((vector_size(W * 4)));
 typedef uint32_t UVec __attribute__((vector_size(W * 4)));
 typedef uint16_t HVec __attribute__((vector_size(W * 2)));
+typedef int8_t BVec __attribute__((vector_size(W)));
 
 struct bf16 {
   uint16_t bits;
@@ -47,6 +48,7 @@ ANTIPHON_INLINE float to_float(bf16 x) {
 }
 
 ANTIPHON_INLINE float to_float(float x) { return x; }
+ANTIPHON_INLINE float to_float(int8_t x) { return x; }
 
 // Round to nearest, ties to even; NaNs are not kept.
 ANTIPHON_INLINE bf16 to_bf16(float x) {
@@ -76,7 +78,27 @@ ANTIPHON_INLINE Vec load(const bf16* p) {
   return reinterpret_cast<Vec>(__builtin_convertvector(half, UVec) << 16);
 }
 
+// GCC 12 widens bytes number by number unless it is told how.
+ANTIPHON_INLINE Vec load(const int8_t* p) {
+#if defined(__AVX2__)
+  typedef int8_t Bytes __attribute__((vector_size(W), aligned(1), may_alias));
+  IVec wide;
+  asm("vpmovsxbd %1, %0" : "=v"(wide) : "m"(*reinterpret_cast<const Bytes*>(p)));
+  return __builtin_convertvector(wide, Vec);
+#else
+  typedef int16_t Half __attribute__((vector_size(W * 2)));
+  BVec bytes;
+  memcpy(&bytes, p, sizeof bytes);
+  return __builtin_convertvector(__builtin_convertvector(__builtin_convertvector(bytes, Half), IVec), Vec);
+#endif
+}
+
 ANTIPHON_INLINE void store(float* p, Vec v) { memcpy(p, &v, sizeof v); }
+
+ANTIPHON_INLINE void store(int8_t* p, IVec v) {
+  BVec bytes = __builtin_convertvector(v, BVec);
+  memcpy(p, &bytes, sizeof bytes);
+}
 
 ANTIPHON_INLINE void store(bf16* p, Vec v) {
   UVec bits = reinterpret_cast<UVec>(v);
@@ -131,6 +153,27 @@ ANTIPHON_INLINE float max_lane(Vec v) {
   v = vmax(v, turned<2>(v));
   v = vmax(v, turned<1>(v));
   return v[0];
+}
+
+// Bit i is set where lane i of a comparison holds.
+ANTIPHON_INLINE uint32_t lanes(IVec truth) {
+#if defined(__AVX512F__)
+  uint16_t bits;
+  asm("vptestmd %1, %1, %0" : "=k"(bits) : "v"(truth));
+  return bits;
+#elif defined(__AVX2__)
+  uint32_t bits;
+  asm("vmovmskps %1, %0" : "=r"(bits) : "x"(truth));
+  return bits;
+#elif defined(__SSE2__)
+  uint32_t bits;
+  asm("movmskps %1, %0" : "=r"(bits) : "x"(truth));
+  return bits;
+#else
+  uint32_t bits = 0;
+  for (int lane = 0; lane < W; ++lane) bits |= static_cast<uint32_t>(truth[lane] & 1) << lane;
+  return bits;
+#endif
 }
 
 constexpr float kRoundingMagic = 12582912.0f;  // 1.5 * 2^23: adding it leaves the rounded integer in the low bits

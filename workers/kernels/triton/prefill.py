@@ -16,7 +16,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from workers.kernels.triton.tuning import LOG2_E, Device, next_power_of_2, prefill_tile
+from workers.attention.base import AttentionMetadata, AttentionParams
+from workers.kernels.triton.scores import score_factors, scores_of, take_in
+from workers.kernels.triton.tuning import Device, next_power_of_2, prefill_tile
 
 
 @triton.jit
@@ -87,24 +89,13 @@ def _attend_keys(
             v_ND = tl.load(v_cache + at, mask=(dim < HEAD_DIM)[None, :], other=0.0)
         k_ND = k_ND.to(q_MD.dtype)
         v_ND = v_ND.to(q_MD.dtype)
-        score = tl.dot(q_MD, tl.trans(k_ND), input_precision=PRECISION) * scale_log2
-        if HAS_SOFT_CAP:  # scale_log2 is then scale / soft_cap, and soft_cap is in base 2
-            score = soft_cap * (2.0 * tl.sigmoid(2.0 * score) - 1.0)
+        score = scores_of(q_MD, k_ND, scale_log2, soft_cap, HAS_SOFT_CAP, PRECISION)
         if MASKED:
             seen = key[None, :] <= position[:, None]
             if WINDOW > 0:
                 seen = seen & (key[None, :] > position[:, None] - WINDOW)
             score = tl.where(seen, score, float("-inf"))
-        now_highest = tl.maximum(highest, tl.max(score, 1))
-        shift = now_highest
-        if MASKED:  # a query may have seen nothing yet
-            shift = tl.where(now_highest == float("-inf"), 0.0, now_highest)
-        weight = tl.exp2(score - shift[:, None])
-        fade = tl.exp2(highest - shift)
-        total = total * fade + tl.sum(weight, 1)
-        acc_MD = acc_MD * fade[:, None]
-        acc_MD = tl.dot(weight.to(v_ND.dtype), v_ND, acc_MD, input_precision=PRECISION)
-        highest = now_highest
+        highest, total, acc_MD = take_in(score, v_ND, highest, total, acc_MD, MASKED, PRECISION)
     return highest, total, acc_MD
 
 
@@ -129,6 +120,7 @@ def prefill_kernel(
     table_stride,
     scale_log2,
     soft_cap,
+    v_scale,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -199,7 +191,7 @@ def prefill_kernel(
             cache_stride_block, cache_stride_token, scale_log2, soft_cap,
             True, HEAD_DIM, PAGE, WINDOW, HAS_SOFT_CAP, BLOCK_N, BLOCK_D, PRECISION,
         )  # fmt: skip
-        acc_MD = acc_MD / tl.where(total == 0.0, 1.0, total)[:, None]
+        acc_MD = acc_MD * (v_scale / tl.where(total == 0.0, 1.0, total))[:, None]
         out_at = out + (token * NUM_HEADS * HEAD_DIM + head * HEAD_DIM)[:, None] + dim[None, :]
         tl.store(out_at, acc_MD, mask=is_stored)
 
@@ -208,24 +200,24 @@ def prefill_attention(
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
+    meta: AttentionMetadata,
     out: Tensor,
+    params: AttentionParams,
     *,
-    cu_seqlens_q: Tensor,
-    seq_lens: Tensor,
-    block_tables: Tensor,
-    max_seqlen_q: int,
-    window: int | None,
     device: Device,
-    scale: float,
-    soft_cap: float | None,
 ) -> None:
-    """q [T, H, D] of the sequences cu_seqlens_q [S + 1] over the caches [B, block size, G, D] into out [T, H, D]."""
-    num_tokens, num_heads, head_dim = q.shape
-    num_kv_heads, num_seqs = k_cache.shape[2], seq_lens.shape[0]
+    """The prefill rows of q [T, H, D] over the caches [B, block size, G, D] into those of out [T, H, D]."""
+    num_tokens, num_seqs = meta.num_prefill_tokens, meta.num_prefill_seqs
+    _, num_heads, head_dim = q.shape
+    num_kv_heads = k_cache.shape[2]
     group = num_heads // num_kv_heads
     assert out.is_contiguous() and q.stride(2) == 1 and k_cache.stride() == v_cache.stride() and k_cache.stride(3) == 1
     tile = prefill_tile(
-        device.capability, packed_rows=max_seqlen_q * group, head_dim=head_dim, item_bytes=q.element_size()
+        device.capability,
+        packed_rows=meta.max_seqlen_q * group,
+        head_dim=head_dim,
+        item_bytes=q.element_size(),
+        is_converted=k_cache.dtype != q.dtype,
     )
     rows = max(tile.rows, next_power_of_2(group))
     num_tiles = num_tokens // (rows // group) + num_seqs
@@ -233,9 +225,9 @@ def prefill_attention(
         q,
         k_cache,
         v_cache,
-        block_tables,
-        cu_seqlens_q,
-        seq_lens,
+        meta.block_tables,
+        meta.cu_seqlens_q,
+        meta.seq_lens,
         out,
         num_seqs,
         q.stride(0),
@@ -243,15 +235,15 @@ def prefill_attention(
         k_cache.stride(0),
         k_cache.stride(1),
         k_cache.stride(2),
-        block_tables.stride(0),
-        scale / soft_cap if soft_cap else scale * LOG2_E,
-        soft_cap * LOG2_E if soft_cap else 0.0,
+        meta.block_tables.stride(0),
+        *score_factors(params),
+        params.v_scale,
         NUM_HEADS=num_heads,
         NUM_KV_HEADS=num_kv_heads,
         HEAD_DIM=head_dim,
         PAGE=k_cache.shape[1],
-        WINDOW=window or 0,
-        HAS_SOFT_CAP=bool(soft_cap),
+        WINDOW=params.window or 0,
+        HAS_SOFT_CAP=params.soft_cap is not None,
         BLOCK_M=rows,
         BLOCK_N=tile.keys,
         BLOCK_D=max(16, next_power_of_2(head_dim)),

@@ -11,8 +11,6 @@ from functools import cache
 
 import torch
 
-LOG2_E = 1.4426950408889634
-
 
 @dataclass(frozen=True, slots=True)
 class Tile:
@@ -60,21 +58,39 @@ def decode_tile(capability: int, *, group: int, head_dim: int, item_bytes: int) 
     return Tile(rows, keys, num_warps=4, num_stages=3 if has_small_shared_memory and head_dim > 64 else 5)
 
 
-def prefill_tile(capability: int, *, packed_rows: int, head_dim: int, item_bytes: int) -> Tile:
+def prefill_tile(
+    capability: int, *, packed_rows: int, head_dim: int, item_bytes: int, is_converted: bool = False
+) -> Tile:
     """`packed_rows`: the longest query times the query heads that share a key head.
 
-    64 rows or more reach the warp-group matrix instructions of sm_90 and sm_100.
+    64 rows or more reach the warp-group matrix instructions of sm_90 and sm_100. `is_converted`: keys and values are
+    kept in fp8, and what they become takes registers.
     """
     if item_bytes == 4:
         return Tile(16 if packed_rows <= 16 else 32, 16 if head_dim > 64 else 32, num_warps=4, num_stages=1)
     is_large = capability in (90, 100)
     if packed_rows <= 16:
         return Tile(16, 64 if head_dim <= 128 else 32, num_warps=4, num_stages=3)
+    if head_dim > 128 and is_converted and is_large:
+        return Tile(64, 64, num_warps=8, num_stages=2)
     if head_dim > 128:
         return Tile(128 if is_large and packed_rows > 64 else 64, 32, num_warps=8, num_stages=2)
     if packed_rows <= 64:
         return Tile(64, 64, num_warps=4 if is_large else 8, num_stages=2)
+    if is_converted and not is_large:
+        return Tile(128, 32, num_warps=8, num_stages=2)
     return Tile(128, 64, num_warps=8, num_stages=3 if is_large else 2)
+
+
+def fp8_product_tile(capability: int, *, num_tokens: int) -> Tile:
+    """`rows` tokens by `keys` rows of the weight. Few tokens: many narrow tiles, with much of the weight on its way."""
+    if num_tokens <= 16:
+        return Tile(16, 32, num_warps=4, num_stages=8)
+    if num_tokens <= 64:
+        return Tile(64, 64, num_warps=4, num_stages=4)
+    if capability == 90:
+        return Tile(128, 128, num_warps=8, num_stages=4)
+    return Tile(128, 64, num_warps=8, num_stages=4 if capability == 100 else 3)
 
 
 PROGRAMS_PER_MULTIPROCESSOR = 3

@@ -1,0 +1,117 @@
+"""The GPU check from end to end on a CPU at small sizes: kernels interpreted, the clock and memory books made up."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import tests.support.triton_interpreter  # noqa: F401  before any kernel
+from benchmarks import gpu_check, gpu_kernels, gpu_model, gpu_quantized, gpu_scene
+from benchmarks.gpu_scene import Ceilings
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+CPU = torch.device("cpu")
+SMALL = {
+    "vocab_size": 10_000,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+}
+SMALLER_SIZES = {
+    "MIXED": {"query_lens": [5, 9, 1, 1], "seq_lens": [5, 40, 17, 300], "num_decodes": 2},
+    "ATTENTION_CASES": gpu_kernels.ATTENTION_CASES[5:-1:4],
+    "FP8_CASES": gpu_kernels.FP8_CASES[3:4],
+    "DECODE_SHAPES": [(2, 40)],
+    "PREFILL_SHAPES": [(1, 8, 8), (1, 8, 16)],
+    "CHECKED_TOKENS": 3,
+    "LAYER_TOKENS": (2,),
+    "CHECKED_DRAWS": 4,
+    "SAMPLED_ROWS": (2,),
+    "VOCAB_SIZE": 600,
+}
+
+
+class Event:
+    """Of a device on which everything takes 2 ms."""
+
+    def __init__(self, enable_timing):
+        assert enable_timing
+
+    def record(self):
+        pass
+
+    def synchronize(self):
+        pass
+
+    def elapsed_time(self, later):
+        return 2.0
+
+
+@pytest.fixture
+def on_cpu(monkeypatch):
+    def run_once(run, **_):
+        run()
+        return 1e-3
+
+    for module in (gpu_scene, gpu_kernels, gpu_quantized, gpu_model):
+        monkeypatch.setattr(module, "DEVICE", CPU)
+        for name, fake in (("seconds_of", run_once), ("has_fp8", lambda device: True)):
+            if hasattr(module, name):
+                monkeypatch.setattr(module, name, fake)
+    for name, value in SMALLER_SIZES.items():
+        monkeypatch.setattr(gpu_kernels, name, value)
+    for name, value in (("MATRICES", ((48, 256),)), ("TOKENS", (1, 20)), ("BLOCK_MATRICES", ((48, 400),))):
+        monkeypatch.setattr(gpu_quantized, name, value)
+    monkeypatch.setattr(gpu_quantized, "kernel_unavailable", lambda *_: None)
+    monkeypatch.setattr(gpu_model, "SHAPES", {name: shape | SMALL for name, shape in gpu_model.SHAPES.items()})
+    monkeypatch.setattr(gpu_model, "time_engine", functools.partial(gpu_model.time_engine, num_seqs=2))
+    monkeypatch.setattr(gpu_model, "time_steps", functools.partial(gpu_model.time_steps, batches=(1, 5)))
+    make_config = gpu_model.make_config
+
+    def make_cpu_config(**options):
+        config = make_config(**options)
+        worker = replace(config.worker, device="cpu", attention_backend="reference", cpu_kernels="pytorch")
+        return replace(config, worker=worker)
+
+    monkeypatch.setattr(gpu_model, "make_config", make_cpu_config)
+    monkeypatch.setattr(gpu_check, "measure_ceilings", lambda: Ceilings(4e12, 8e14))
+    properties = SimpleNamespace(name="a card", major=9, minor=0, multi_processor_count=132)
+    free = iter([1000, 1000 - 290])
+    for name, fake in (
+        ("Event", Event),
+        ("synchronize", lambda *_: None),
+        ("set_sync_debug_mode", lambda mode: None),
+        ("get_device_properties", lambda device: properties),
+        ("mem_get_info", lambda device: (next(free), 1000)),
+    ):
+        monkeypatch.setattr(torch.cuda, name, fake)
+
+
+def test_every_section_runs_and_finds_everything_right(on_cpu):
+    written = []
+    is_right = gpu_check.run(None, written.append)
+    report = "\n".join(written)
+    assert is_right, report
+    for title, columns, _ in gpu_check.sections(Ceilings(1.0, 1.0)).values():
+        header = f"## {title}\n\n| {' | '.join(columns)} |\n"
+        assert header in report
+        rows = report.partition(header)[2].partition("\n\n")[0].splitlines()[1:]
+        assert rows, f"{title} has no rows"
+        assert all(row.count(" | ") == len(columns) - 1 for row in rows)
+    for kept in ("over fp8", "storing in float8_e4m3fn", "KV in fp8", "fp8 in blocks", "blocks of 64, float8_e4m3fn"):
+        assert kept in report
+
+
+def test_a_kernel_that_is_off_is_told(on_cpu, monkeypatch):
+    monkeypatch.setattr(gpu_kernels, "TOLERANCE", dict.fromkeys(gpu_kernels.TOLERANCE, 1e-12))
+    written = []
+    assert not gpu_check.run(["attention"], written.append)
+    assert "WRONG" in "\n".join(written)
