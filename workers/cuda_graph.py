@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -37,11 +37,14 @@ class Capture(Protocol):
 class CudaCapture:
     """Captures into one memory pool: graphs replay one after another, so they may share what they need in between."""
 
+    _side: ClassVar[torch.cuda.Stream | None] = None
+    """One for all: cuBLAS keeps a workspace of some 32 MiB for every stream that it has worked on."""
+
     def __init__(self) -> None:
         self._pool: tuple[int, int] | None = None
 
     def __call__(self, run: Callable[[], None]) -> Replay:
-        side = torch.cuda.Stream()
+        side = CudaCapture._side = CudaCapture._side or torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):  # compiles kernels and fills workspaces, which a capture must not do
             run()

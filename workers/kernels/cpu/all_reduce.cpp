@@ -49,13 +49,13 @@ int64_t nanoseconds() {
   return now.tv_sec * 1'000'000'000LL + now.tv_nsec;
 }
 
-// Whether the wait lasted all of kSliceNs. The word is in memory of several processes.
+// Whether the slice or a signal ended the sleep, and not a wake. The word is in memory of several processes.
 bool sleep_while(std::atomic<uint32_t>& word, uint32_t value, std::atomic<uint32_t>& num_asleep) {
   bool is_over = true;
   num_asleep.fetch_add(1);
 #if defined(__linux__)
   const timespec slice{0, kSliceNs};
-  is_over = syscall(SYS_futex, &word, FUTEX_WAIT, value, &slice, nullptr, 0) != 0 && errno == ETIMEDOUT;
+  is_over = syscall(SYS_futex, &word, FUTEX_WAIT, value, &slice, nullptr, 0) != 0 && errno != EAGAIN;
 #else
   (void)word, (void)value;
 #endif

@@ -36,9 +36,13 @@ ANTIPHON_INLINE float quantize_row(const float* x, int64_t k, int64_t padded_k, 
     const IVec upper = (number + kHighUnit / 2) >> 7;
     const Bytes bytes[2] = {__builtin_convertvector(upper + kActivationZero, Bytes),
                             __builtin_convertvector(number - upper * kHighUnit + kActivationZero, Bytes)};
-    const int64_t size = padded_k - i < W ? padded_k - i : W;
-    memcpy(high + i, &bytes[0], size);
-    memcpy(low + i, &bytes[1], size);
+    if (i + W <= padded_k) {  // a copy of known size is one instruction
+      memcpy(high + i, &bytes[0], W);
+      memcpy(low + i, &bytes[1], W);
+    } else {
+      memcpy(high + i, &bytes[0], padded_k - i);
+      memcpy(low + i, &bytes[1], padded_k - i);
+    }
   }
   return scale;
 }

@@ -115,7 +115,7 @@ def decode_kernel(
             highest, total, acc_HD = take_in(score, v_ND, highest, total, acc_HD, True, PRECISION)
 
         is_empty = total == 0.0
-        result = acc_HD * (1.0 / tl.where(is_empty, 1.0, total))[:, None]
+        result = acc_HD * (v_scale / tl.where(is_empty, 1.0, total))[:, None]
         is_stored = is_row[:, None] & is_dim[None, :]
         at_head = head[:, None] * HEAD_DIM + dim[None, :]
         if seq_len - first <= per_part:
