@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import logging
 import os
 import socket
 import time
@@ -65,6 +66,20 @@ class EngineFacts:
     eos_token_ids: tuple[int, ...]
 
 
+class _Said(logging.Handler):
+    """Keeps what the modules of `workers` tell the log, until the driver asks for it."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.lines: list[str] = []
+        logger = logging.getLogger("workers")
+        logger.setLevel(logging.INFO)
+        logger.addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
 class WorkerActor:
     """One rank. Its methods are called once each, in the order they are written; `run` returns only at the end."""
 
@@ -75,6 +90,7 @@ class WorkerActor:
         for name, value in (DEFAULT_RANK_ENV | self.config.worker.env).items():
             os.environ.setdefault(name, value)
         os.environ["OMP_NUM_THREADS"] = str(place.num_threads)
+        self._said = _Said()
         self.spec: ModelSpec | None = None
         self.store: Any = None
         self.group: Any = None
@@ -143,6 +159,12 @@ class WorkerActor:
     @reporting
     def allocate_cache(self, num_blocks: int) -> None:
         self.worker.allocate_cache(num_blocks)
+
+    @reporting
+    def said(self) -> list[str]:
+        """What this rank chose since it was last asked, and why: with what it computes, how it speaks to the others."""
+        lines, self._said.lines = self._said.lines, []
+        return lines
 
     @reporting
     def run(self, address: Address, token: str, engine_epoch: int) -> None:

@@ -15,7 +15,7 @@ from cluster.actors import EngineFacts, IngressActor, RankPlace, SchedulerActor,
 from cluster.deployment import Deployment, Replica, served_name
 from cluster.deployment_errors import ModelError
 from cluster.identity import Identity, base_versions, check_same, source_root
-from cluster.phases import Phases
+from cluster.phases import Phase, Phases
 from cluster.placement import GroupPlan, NodeResources, choose_device, order_ranks, plan_groups
 from cluster.preflight import Budget, check_memory, check_table, compute_budget
 from cluster.preparation import Preparation
@@ -234,6 +234,7 @@ class BringUp:
             loading = [rank.call("load") for replica in deployment.replicas for rank in replica.ranks]
             seconds = self._collect(deployment, "load", loading)
             phase.note(f"weights on every rank, the slowest took {max(seconds):.2f} s")
+            self._note_choices(deployment, phase)
 
     def _profile(self, deployment: Deployment) -> None:
         """Blocks are the minimum over the ranks of a replica, so that a block exists on each of them."""
@@ -250,6 +251,14 @@ class BringUp:
             size = self.config.cache.block_size
             for replica in deployment.replicas:
                 phase.note(f"{replica.num_blocks} KV blocks of {size} = {replica.num_blocks * size:,} tokens")
+            self._note_choices(deployment, phase)
+
+    def _note_choices(self, deployment: Deployment, phase: Phase) -> None:
+        """What the ranks chose to compute with, each thing once."""
+        asking = [rank.call("said") for replica in deployment.replicas for rank in replica.ranks]
+        said: list[list[str]] = self._collect(deployment, phase.name, asking)
+        for line in dict.fromkeys(line for lines in said for line in lines):
+            phase.note(line)
 
     def _serve(self, deployment: Deployment, spec: ModelSpec, fingerprint: str) -> None:
         with self.phases.phase("serve") as phase:

@@ -40,7 +40,7 @@ def join_group(
     with meeting(host, port, rank, size, timeout) as store:
         group = meet(store, rank, size, kernels, timeout)
     if isinstance(group, SharedMemoryGroup):
-        log.info("ranks: rank %d of %d speaks to the others through shared memory: all are on this host", rank, size)
+        log.info("%d ranks speak through shared memory: all are on this host", size)
         return group
-    log.info("ranks: rank %d of %d speaks to the others over gloo, not through shared memory: %s", rank, size, group)
+    log.info("%d ranks speak over gloo, not through shared memory: %s", size, group)
     return connect(host, port, rank, size, "gloo", timeout)

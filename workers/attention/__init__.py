@@ -41,8 +41,8 @@ def choose_backend(name: str, needs: AttentionNeeds) -> AttentionBackend:
         backend = _load(candidate)
         reason = backend.cache_refusal(needs) or backend.unavailable_reason(needs)
         if reason is None:
-            skipped = f" ({'; '.join(refusals)})" if refusals and needs.device.type != "cpu" else ""
-            log.info("attention backend: %s%s", candidate, skipped)
+            if needs.device.type != "cpu":  # there nothing else is to be had, and the C++ kernels bring their own
+                log.info("attention backend: %s%s", candidate, f" ({'; '.join(refusals)})" if refusals else "")
             return backend()
         refusals.append(f"{candidate}: {reason}")
     raise ValueError(f"worker.attention_backend {name!r} cannot serve this model here: {'; '.join(refusals)}")

@@ -204,7 +204,7 @@ def load_kernels(variant: str = "auto", cache_dir: Path | None = None) -> CpuKer
     """
     chosen = choose_variant(variant)
     kernels = CpuKernels(build(chosen, cache_dir), chosen.name)
-    log.info("CPU kernels: %s", kernels.description)
+    log.debug("CPU kernels: %s", kernels.description)
     return kernels
 
 
