@@ -117,34 +117,32 @@ void Decoder::plan_attention(const Step& step) {
   }
 }
 
-void Decoder::norm(const float* weight, int64_t num_tokens) {
-  for_rows(num_tokens, description_.hidden, [&](int64_t row) {
-    rms_norm(residual_.row(row), weight, description_.hidden, description_.eps, normed_.row(row));
-  });
-}
-
-// The rows as the matrix's format wants them.
-Rows Decoder::prepare(const Matrix& matrix, const Buffer& input, int64_t width, int64_t num_rows) {
+// The rows as the matrix's format wants them. With a `norm` they are made from the residual first.
+Rows Decoder::prepare(const Matrix& matrix, const Buffer& input, int64_t width, int64_t num_rows, const float* norm) {
   Rows rows{};
   rows.values = input.row(0);
   rows.stride = input.stride();
-  if (wants_numbers(matrix)) {
+  const bool in_numbers = wants_numbers(matrix);
+  if (in_numbers) {
     rows.numbers = numbers_.get();
     rows.numbers_stride = operand_stride_;
     rows.scales = scales_.get();
-    for_rows(num_rows, width, [&](int64_t row) {
-      uint8_t* numbers = numbers_.get() + 2 * row * operand_stride_;
-      scales_[row] = quantize_row(input.row(row), width, matrix.padded_k, numbers, numbers + operand_stride_);
-    });
-  } else if (const int num_digits = num_digits_wanted(matrix, num_rows); num_digits > 0) {
+  } else {
     rows.digits = digits_.get();
     rows.digits_stride = operand_stride_;
-    rows.num_digits = num_digits;
-    for_rows(num_rows, width * num_digits, [&](int64_t row) {
-      bf16* digits = digits_.get() + row * num_digits * operand_stride_;
-      split_row(input.row(row), width, matrix.padded_k, num_digits, digits, operand_stride_);
-    });
+    rows.num_digits = num_digits_wanted(matrix, num_rows);
   }
+  if (norm == nullptr && !in_numbers && rows.num_digits == 0) return rows;
+  for_rows(num_rows, width * (1 + rows.num_digits), [&](int64_t row) {
+    if (norm != nullptr) rms_norm(residual_.row(row), norm, width, description_.eps, input.row(row));
+    if (in_numbers) {
+      uint8_t* numbers = numbers_.get() + 2 * row * operand_stride_;
+      scales_[row] = quantize_row(input.row(row), width, matrix.padded_k, numbers, numbers + operand_stride_);
+    } else if (rows.num_digits > 0) {
+      bf16* digits = digits_.get() + row * rows.num_digits * operand_stride_;
+      split_row(input.row(row), width, matrix.padded_k, rows.num_digits, digits, operand_stride_);
+    }
+  });
   return rows;
 }
 
@@ -218,9 +216,8 @@ int32_t Decoder::forward(const Step& step) {
   make_rotations(step);
   plan_attention(step);
   for (const Layer& layer : layers_) {
-    norm(layer.attention_norm, n);
     if (shape_.num_heads > 0) {
-      const Rows rows = prepare(*layer.qkv, normed_, d.hidden, n);
+      const Rows rows = prepare(*layer.qkv, normed_, d.hidden, n, layer.attention_norm);
       multiply(pool_, *layer.qkv, rows, n, {qkv_.row(0), qkv_.stride(), layer.qkv->padded_columns(), Then::kStore, 0});
       rotate_and_store(layer, step);
       run_layer_attention(layer, step);
@@ -228,8 +225,7 @@ int32_t Decoder::forward(const Step& step) {
     const int64_t attended = d.num_heads * d.head_dim;
     int32_t status = add_product(*layer.output, attended_, attended, layer.attention_out_norm, layer.output_bias, n);
     if (status != 0) return status;
-    norm(layer.mlp_norm, n);
-    const Rows rows = prepare(*layer.gate_up, normed_, d.hidden, n);
+    const Rows rows = prepare(*layer.gate_up, normed_, d.hidden, n, layer.mlp_norm);
     const Then activation = static_cast<Then>(d.activation);
     multiply(pool_, *layer.gate_up, rows, n,
              {inner_.row(0), inner_.stride(), layer.gate_up->padded_columns(), activation, 0});

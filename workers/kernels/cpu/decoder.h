@@ -87,8 +87,8 @@ class Decoder {
   void rotate_and_store(const Layer& layer, const Step& step);
   int32_t add_product(const Matrix& matrix, const Buffer& input, int64_t width, const float* out_norm,
                       const float* bias, int64_t num_tokens);
-  void norm(const float* weight, int64_t num_tokens);
-  Rows prepare(const Matrix& matrix, const Buffer& input, int64_t width, int64_t num_rows);
+  Rows prepare(const Matrix& matrix, const Buffer& input, int64_t width, int64_t num_rows,
+               const float* norm = nullptr);
   template <typename Body>
   void for_rows(int64_t num_rows, int64_t row_size, const Body& body);
 
