@@ -58,7 +58,9 @@ void AttentionPlan::make(const AttentionShape& shape, const Batch& batch, int32_
 AttentionScratch::AttentionScratch(const AttentionShape& shape, int num_threads) {
   const int64_t num_slots = 2 * kPartsPerThread * num_threads + 2;
   const bool direct = decodes_directly(shape);
-  per_thread_ = round_up<int64_t>(std::max(tile_scratch_size(shape), direct ? decode_scratch_size(shape) : 0), 1024);
+  const int64_t of_decode = direct ? decode_scratch_size(shape) : 0;
+  const int64_t most = std::max({tile_scratch_size(shape), amx_tile_scratch_size(shape), of_decode});
+  per_thread_ = round_up<int64_t>(most, 1024);
   part_size_ = round_up<int64_t>(shape.num_heads * (shape.head_dim + 2), 16);
   memory_ = static_cast<float*>(allocate(num_threads * per_thread_ * 4));
   parts_ = static_cast<float*>(allocate(num_slots * part_size_ * 4));
@@ -73,10 +75,11 @@ AttentionScratch::~AttentionScratch() {
 void attend(Pool& pool, const AttentionCall& call, const AttentionPlan& plan, const AttentionScratch& scratch) {
   if (call.shape.num_heads == 0) return;
   const auto& tasks = plan.tasks();
+  const auto tile = serves_amx_tiles(call.shape, call.cache.format) ? attend_tile_amx : attend_tile;
   pool.run(static_cast<int64_t>(tasks.size()), [&](int64_t i, int thread) {
     float* memory = scratch.of_thread(thread);
     if (tasks[i].num_parts == 0) {
-      attend_tile(call, tasks[i], plan.window(), memory);
+      tile(call, tasks[i], plan.window(), memory);
     } else {
       attend_decode(call, tasks[i], memory, scratch);
     }

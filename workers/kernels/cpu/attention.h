@@ -89,6 +89,10 @@ void attend_decode(const AttentionCall& call, const AttentionTask& task, float* 
 int64_t tile_scratch_size(const AttentionShape& shape);
 int64_t queries_per_tile(const AttentionShape& shape);
 void attend_tile(const AttentionCall& call, const AttentionTask& task, int32_t window, float* memory);
+// The latter in tile registers, where there are some that serve it (attention_tile_amx.cpp).
+bool serves_amx_tiles(const AttentionShape& shape, KvFormat format);
+int64_t amx_tile_scratch_size(const AttentionShape& shape);
+void attend_tile_amx(const AttentionCall& call, const AttentionTask& task, int32_t window, float* memory);
 
 // Whole vectors: what the decode way needs of a head.
 inline bool decodes_directly(const AttentionShape& shape) { return shape.head_dim % W == 0; }

@@ -4,15 +4,13 @@
 #include <algorithm>
 #include <utility>
 
-#include "attention.h"
+#include "attention_tile.h"
 #include "gemm.h"
 
 namespace antiphon {
 namespace {
 
 constexpr int64_t kTileFloats = 12288;  // of queries: rows times head_dim
-constexpr int64_t kScoreStride = kKeysPerChunk + 16;
-constexpr float kLowest = -std::numeric_limits<float>::infinity();
 
 int64_t rows_per_tile(const AttentionShape& shape) {
   return queries_per_tile(shape) * std::max<int64_t>(1, shape.num_kv_heads ? shape.group() : 1);
@@ -34,17 +32,6 @@ struct TileMemory {
     sums = scores + rows * kScoreStride;
     largest = sums + rows * dim;
     weights = largest + rows;
-  }
-};
-
-// Where a tile lies: queries at positions `position` ..., seeing keys `first_key` .. `end_key` - 1.
-struct TilePlace {
-  int64_t rows, group, position, first_key, end_key;
-  int32_t window;
-
-  int64_t position_of(int64_t row) const { return position + row / group; }
-  int64_t first_key_of(int64_t row) const {
-    return window > 0 ? std::max<int64_t>(0, position_of(row) - window + 1) : 0;
   }
 };
 
@@ -130,35 +117,6 @@ void add_rows(const float* weights, int64_t num_keys, const float* values, int64
   }
 }
 
-// Scores [0, seen) of one row become weights, 0 outside [from, to); the row's sums are brought to the new maximum.
-void soften_row(float* scores, int64_t from, int64_t to, int64_t seen, float soft_cap, float& largest, float& weight,
-                float* sums, int64_t dim) {
-  const int64_t padded = round_up<int64_t>(seen, W);
-  if (from >= to) {
-    for (int64_t i = 0; i < padded; i += W) store(scores + i, Vec{});
-    return;
-  }
-  if (soft_cap > 0) {
-    for (int64_t i = 0; i < padded; i += W) store(scores + i, soft_cap * vtanh(load(scores + i) / soft_cap));
-  }
-  for (int64_t i = 0; i < from; ++i) scores[i] = kLowest;
-  for (int64_t i = to; i < padded; ++i) scores[i] = kLowest;
-  Vec highest = splat(largest);
-  for (int64_t i = 0; i < padded; i += W) highest = vmax(load(scores + i), highest);
-  const float now = max_lane(highest), factor = std::exp(largest - now);
-  Vec total = Vec{};
-  for (int64_t i = 0; i < padded; i += W) {
-    Vec e = vexp_bounded(load(scores + i) - now);
-    store(scores + i, e);
-    total += e;
-  }
-  weight = weight * factor + sum_lanes(total);
-  largest = now;
-  if (factor != 1) {
-    for (int64_t d = 0; d < dim; d += W) store(sums + d, load(sums + d) * factor);
-  }
-}
-
 template <int R>
 void add_row_tile(const AttentionCall& call, const TilePlace& place, int64_t row, int64_t start, int64_t n,
                   const TileMemory& m) {
@@ -218,15 +176,7 @@ int64_t tile_scratch_size(const AttentionShape& shape) {
 
 void attend_tile(const AttentionCall& call, const AttentionTask& task, int32_t window, float* buffer) {
   const TileMemory memory(buffer, call.shape);
-  const int32_t* first_query = call.batch.first_queries + task.seq;
-  const int64_t offset = call.batch.seq_lens[task.seq] - (first_query[1] - first_query[0]);
-  TilePlace place{};
-  place.group = call.shape.group();
-  place.rows = (task.last - task.first) * place.group;
-  place.position = offset + task.first;
-  place.window = window;
-  place.first_key = place.first_key_of(0);
-  place.end_key = offset + task.last;
+  const TilePlace place(call, task, window);
   load_queries(call, task, place, memory);
   for (int64_t start = place.first_key; start < place.end_key; start += kKeysPerChunk) {
     const int64_t n = std::min(kKeysPerChunk, place.end_key - start);

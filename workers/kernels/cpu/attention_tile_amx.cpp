@@ -1,0 +1,224 @@
+// The same tiles in the tile registers of AMX, over keys and values that bfloat16 holds exactly: their own numbers, or
+// those of int8, whose scales are multiplied into scores and weights. Queries and softmax weights are sums of two bfloat16
+// numbers, so nothing is lost that the vectors of attention_tile.cpp would keep.
+#include "amx.h"
+#include "attention_tile.h"
+#include "gemm.h"
+#include "quantize.h"
+
+namespace antiphon {
+
+#if ANTIPHON_HAS_AMX
+
+namespace {
+
+constexpr int kDigits = 2;
+constexpr int64_t kRows = kAmxRows / kDigits;  // query rows at once
+constexpr int64_t kWeightStride = kKeysPerChunk + 32;
+
+int64_t most_rows(const AttentionShape& shape) { return queries_per_tile(shape) * shape.group(); }
+
+struct AmxTileMemory {
+  bf16* q;  // [rows, 2, D]
+  bf16 *keys, *values;  // panels: [chunk / kPanel][D / 2][kPanel][2]; [D / kPanel][chunk / 2][kPanel][2]
+  bf16* digits;         // [kRows, 2, kWeightStride], of softmax weights
+  float *key_scales, *value_scales;  // [chunk]
+  float* scores;                     // [kRows, kScoreStride]
+  float* products;                   // [kAmxRows, kPanel]
+  float *sums, *largest, *weights;   // [rows, D], [rows], [rows]
+
+  AmxTileMemory(float* memory, const AttentionShape& shape) {
+    const int64_t rows = most_rows(shape), dim = shape.head_dim;
+    auto halves = [&](int64_t count) {
+      auto* start = reinterpret_cast<bf16*>(memory);
+      memory += count / 2;
+      return start;
+    };
+    auto floats = [&](int64_t count) {
+      float* start = memory;
+      memory += count;
+      return start;
+    };
+    q = halves((rows + kRows) * kDigits * dim);
+    keys = halves(kKeysPerChunk * dim);
+    values = halves(kKeysPerChunk * dim);
+    digits = halves(kAmxRows * kWeightStride);
+    key_scales = floats(kKeysPerChunk);
+    value_scales = floats(kKeysPerChunk);
+    scores = floats(kRows * kScoreStride);
+    products = floats(kAmxRows * kPanel);
+    sums = floats(rows * dim);
+    largest = floats(rows);
+    weights = floats(rows);
+    end = memory;
+  }
+
+  const float* end;
+};
+
+// 2 W numbers as words of two.
+ANTIPHON_INLINE Vec load_words(const bf16* row) { return load(reinterpret_cast<const float*>(row)); }
+ANTIPHON_INLINE Vec load_words(const int8_t* row) {
+  bf16 numbers[2 * W];
+  store(numbers, load(row));
+  store(numbers + W, load(row + W));
+  return load_words(numbers);
+}
+
+// W keys to W columns of a panel, two dimensions to a word; `places` < 0 are columns of zeros.
+template <typename T>
+void gather_keys(const T* keys, const int64_t (&places)[W], int64_t dim, float* columns) {
+  for (int64_t d = 0; d < dim; d += 2 * W) {
+    Vec words[W];
+    for (int j = 0; j < W; ++j) words[j] = places[j] < 0 ? Vec{} : load_words(keys + places[j] + d);
+    transpose(words);
+    for (int i = 0; i < W; ++i) store(columns + (d / 2 + i) * kPanel, words[i]);
+  }
+}
+
+// Two values to a row of each panel of head dimensions, two keys to a word; a place < 0 is zeros.
+template <typename T>
+void gather_values(const T* values, int64_t first, int64_t second, int64_t dim, float* row) {
+  auto bits = [&](int64_t place, int64_t d) {
+    return place < 0 ? UVec{} : reinterpret_cast<UVec>(load(values + place + d));
+  };
+  for (int64_t d = 0; d < dim; d += kPanel, row += kKeysPerChunk / 2 * kPanel) {
+    for (int64_t i = 0; i < kPanel; i += W) {
+      const UVec words = (bits(first, d + i) >> 16) | (bits(second, d + i) & 0xffff0000u);
+      store(row + i, reinterpret_cast<Vec>(words));
+    }
+  }
+}
+
+template <typename T>
+void gather_chunk(const AttentionCall& call, const AttentionTask& task, int64_t start, int64_t n,
+                  const AmxTileMemory& m) {
+  const Cache& cache = call.cache;
+  const int32_t* blocks = call.batch.block_tables + task.seq * call.batch.block_table_stride;
+  const int64_t dim = call.shape.head_dim, head = task.kv_head * cache.head_stride;
+  const T *keys = static_cast<const T*>(cache.k) + head, *values = static_cast<const T*>(cache.v) + head;
+  int64_t block = start / cache.block_size, offset = start % cache.block_size;
+  for (int64_t j = 0; j < round_up<int64_t>(n, kPanel); j += W) {
+    int64_t places[W];
+    for (int64_t i = 0; i < W; ++i) {
+      places[i] = -1;
+      m.key_scales[j + i] = m.value_scales[j + i] = 0;
+      if (j + i >= n) continue;
+      places[i] = blocks[block] * cache.block_stride + offset * cache.token_stride;
+      m.key_scales[j + i] = row_scale(keys + places[i], dim);
+      m.value_scales[j + i] = row_scale(values + places[i], dim);
+      if (++offset == cache.block_size) ++block, offset = 0;
+    }
+    auto *key_words = reinterpret_cast<float*>(m.keys), *value_words = reinterpret_cast<float*>(m.values);
+    gather_keys(keys, places, dim, key_words + j / kPanel * (dim / 2) * kPanel + j % kPanel);
+    for (int64_t i = 0; i < W; i += 2) {
+      gather_values(values, places[i], places[i + 1], dim, value_words + (j + i) / 2 * kPanel);
+    }
+  }
+}
+
+// out [rows, stride] = products of `count` rows, whose digits are added up; or is added to.
+ANTIPHON_INLINE void take_products(const float* products, int64_t count, bool add, float* out, int64_t stride) {
+  for (int64_t r = 0; r < count; ++r) {
+    for (int64_t i = 0; i < kPanel; i += W) {
+      const Vec sum = load(products + kDigits * r * kPanel + i) + load(products + (kDigits * r + 1) * kPanel + i);
+      store(out + r * stride + i, add ? load(out + r * stride + i) + sum : sum);
+    }
+  }
+}
+
+void multiply_by(const float* scales, int64_t n, float* row) {
+  for (int64_t i = 0; i < n; i += W) store(row + i, load(row + i) * load(scales + i));
+}
+
+// `count` rows against keys start .. start + n - 1.
+template <typename T>
+void add_row_block(const AttentionCall& call, const TilePlace& place, int64_t row, int64_t count, int64_t start,
+                   int64_t n, const AmxTileMemory& m) {
+  const int64_t last_position = place.position_of(row + count - 1), dim = call.shape.head_dim;
+  if (start > last_position || start + n <= place.first_key_of(row)) return;
+  const int64_t seen = std::min(n, last_position - start + 1), padded = round_up<int64_t>(seen, kPanel);
+  for (int64_t j = 0; j < padded; j += kPanel) {
+    const bf16* panel = m.keys + j * dim;
+    amx_sum_bfloat16(m.q + row * kDigits * dim, dim, panel, dim, kDigits * count, false, m.products);
+    take_products(m.products, count, false, m.scores + j, kScoreStride);
+  }
+  for (int64_t r = 0; r < count; ++r) {
+    const int64_t from = std::max<int64_t>(0, place.first_key_of(row + r) - start);
+    const int64_t to = std::min(n, place.position_of(row + r) - start + 1);
+    float *scores = m.scores + r * kScoreStride, *sums = m.sums + (row + r) * dim;
+    if constexpr (kHasScale<T>) multiply_by(m.key_scales, seen, scores);
+    soften_row(scores, from, to, seen, call.soft_cap, m.largest[row + r], m.weights[row + r], sums, dim);
+    if constexpr (kHasScale<T>) multiply_by(m.value_scales, seen, scores);
+    split_row(scores, seen, padded, kDigits, m.digits + r * kDigits * kWeightStride, kWeightStride);
+  }
+  for (int64_t d = 0; d < dim; d += kPanel) {
+    const bf16* panel = m.values + d * kKeysPerChunk;
+    amx_sum_bfloat16(m.digits, kWeightStride, panel, padded, kDigits * count, false, m.products);
+    take_products(m.products, count, true, m.sums + row * dim + d, dim);
+  }
+}
+
+void load_queries(const AttentionCall& call, const AttentionTask& task, const TilePlace& place, const AmxTileMemory& m) {
+  const int64_t dim = call.shape.head_dim, first = call.batch.first_queries[task.seq] + task.first;
+  const float* first_head = call.q + task.kv_head * place.group * dim;
+  for (int64_t r = 0; r < place.rows; ++r) {
+    const float* q = first_head + (first + r / place.group) * call.q_stride + r % place.group * dim;
+    float* scaled = m.sums + r * dim;
+    for (int64_t d = 0; d < dim; d += W) store(scaled + d, load(q + d) * call.scale);
+    split_row(scaled, dim, dim, kDigits, m.q + r * kDigits * dim, dim);
+    for (int64_t d = 0; d < dim; d += W) store(scaled + d, Vec{});
+    m.largest[r] = kLowest;
+    m.weights[r] = 0;
+  }
+}
+
+void write_out(const AttentionCall& call, const AttentionTask& task, const TilePlace& place, const AmxTileMemory& m) {
+  const int64_t dim = call.shape.head_dim, first = call.batch.first_queries[task.seq] + task.first;
+  float* first_head = call.out + task.kv_head * place.group * dim;
+  for (int64_t r = 0; r < place.rows; ++r) {
+    const float inverse = 1 / m.weights[r];
+    float* out = first_head + (first + r / place.group) * call.out_stride + r % place.group * dim;
+    for (int64_t d = 0; d < dim; d += W) store(out + d, load(m.sums + r * dim + d) * inverse);
+  }
+}
+
+}  // namespace
+
+bool serves_amx_tiles(const AttentionShape& shape, KvFormat format) {
+  return format != KvFormat::kFloat32 && shape.head_dim % kPanel == 0 && amx_available();
+}
+
+int64_t amx_tile_scratch_size(const AttentionShape& shape) {
+  if (shape.num_kv_heads == 0 || shape.head_dim % kPanel != 0) return 0;
+  return AmxTileMemory(nullptr, shape).end - static_cast<const float*>(nullptr);
+}
+
+void attend_tile_amx(const AttentionCall& call, const AttentionTask& task, int32_t window, float* buffer) {
+  const AmxTileMemory memory(buffer, call.shape);
+  const TilePlace place(call, task, window);
+  const AmxScope scope(true);
+  load_queries(call, task, place, memory);
+  auto add_chunks = [&](auto number) {
+    using T = decltype(number);
+    for (int64_t start = place.first_key; start < place.end_key; start += kKeysPerChunk) {
+      const int64_t n = std::min(kKeysPerChunk, place.end_key - start);
+      gather_chunk<T>(call, task, start, n, memory);
+      for (int64_t row = 0; row < place.rows; row += kRows) {
+        add_row_block<T>(call, place, row, std::min(kRows, place.rows - row), start, n, memory);
+      }
+    }
+  };
+  call.cache.format == KvFormat::kInt8 ? add_chunks(int8_t{}) : add_chunks(bf16{});
+  write_out(call, task, place, memory);
+}
+
+#else
+
+bool serves_amx_tiles(const AttentionShape&, KvFormat) { return false; }
+int64_t amx_tile_scratch_size(const AttentionShape&) { return 0; }
+void attend_tile_amx(const AttentionCall&, const AttentionTask&, int32_t, float*) {}
+
+#endif
+
+}  // namespace antiphon
