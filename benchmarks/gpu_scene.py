@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -62,7 +63,7 @@ def make_scene(
     num_heads, num_kv_heads = heads
     counts = [math.ceil(n / block_size) for n in seq_lens]
     num_blocks = sum(counts) + 1
-    order = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(0)).tolist()
+    order = random.Random(0).sample(range(num_blocks), num_blocks)
     tables, first = [], 0
     for count in counts:
         tables.append(order[first : first + count])

@@ -23,7 +23,7 @@ class RotaryEmbedding:
     def __init__(self, spec: RopeSpec, head_dim: int, *, dtype: torch.dtype, device: torch.device) -> None:
         self._spec = spec
         self._dtype = dtype
-        self._exponents = (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim).to(device)
+        self._exponents = _exponents(head_dim).to(device)
         self._inverse_frequencies = inverse_frequencies(spec, head_dim).to(device)
 
     def __call__(self, positions: Tensor, rope_lens: Tensor | None = None) -> Rotation:
@@ -65,8 +65,8 @@ def rotate(x: Tensor, rotation: Rotation) -> Tensor:
 
 
 def inverse_frequencies(spec: RopeSpec, head_dim: int) -> Tensor:
-    """[head_dim / 2] radians per token. For dynamic rope, those within the original length."""
-    base = 1.0 / (spec.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim))
+    """[head_dim / 2] radians per token, on the CPU. For dynamic rope, those within the original length."""
+    base = 1.0 / spec.theta ** _exponents(head_dim)
     if spec.kind == "linear":
         return base / spec.factor
     if spec.kind == "llama3":
@@ -74,6 +74,11 @@ def inverse_frequencies(spec: RopeSpec, head_dim: int) -> Tensor:
     if spec.kind == "yarn":
         return _yarn_frequencies(base, spec, head_dim)
     return base
+
+
+def _exponents(head_dim: int) -> Tensor:
+    """[head_dim / 2], on the CPU: so that they have the same bits for every device."""
+    return torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
 
 
 def _llama3_frequencies(base: Tensor, spec: RopeSpec) -> Tensor:
@@ -97,5 +102,6 @@ def _yarn_frequencies(base: Tensor, spec: RopeSpec, head_dim: int) -> Tensor:
     low, high = max(low, 0), min(high, head_dim - 1)
     if low == high:
         high += 0.001
-    ramp = ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+    dimensions = torch.arange(head_dim // 2, dtype=torch.float32, device="cpu")
+    ramp = ((dimensions - low) / (high - low)).clamp(0, 1)
     return base / spec.factor * ramp + base * (1 - ramp)

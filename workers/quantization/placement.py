@@ -75,8 +75,8 @@ def kernel_unavailable(spec: QuantizationSpec, kernel: Kernel, device: torch.dev
 @torch.inference_mode()
 def probe(spec: QuantizationSpec, kernel: Kernel, device: torch.device) -> float:
     """The error of a small product, against the largest result."""
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(PROBE_TOKENS, PROBE_COLUMNS, generator=generator).to(torch.bfloat16)
+    generator = torch.Generator("cpu").manual_seed(0)
+    x = torch.randn(PROBE_TOKENS, PROBE_COLUMNS, generator=generator, device="cpu").to(torch.bfloat16)
     weight = random_slice(spec, PROBE_ROWS, PROBE_COLUMNS)
     place = KeptPlace(PROBE_ROWS, PROBE_COLUMNS, (), device)
     matrix = kernel(spec, place)
@@ -86,18 +86,19 @@ def probe(spec: QuantizationSpec, kernel: Kernel, device: torch.device) -> float
 
 
 def random_slice(spec: QuantizationSpec, num_rows: int, num_columns: int, seed: int = 0) -> Fp8Slice | Int4Slice:
-    """A matrix to try a kernel with."""
-    generator = torch.Generator().manual_seed(seed)
+    """A matrix to try a kernel with, on the CPU as a checkpoint's are."""
+    cpu = torch.device("cpu")
+    generator = torch.Generator(cpu).manual_seed(seed)
     whole = spec.block[1] if spec.block is not None else num_columns
     group = whole if spec.bits == 8 else spec.kernel_group(num_columns) or num_columns
     num_groups = -(-num_columns // group)
-    scales = torch.rand(num_rows, num_groups, generator=generator) + 0.5
-    groups = torch.arange(num_columns) // group
+    scales = torch.rand(num_rows, num_groups, generator=generator, device=cpu) + 0.5
+    groups = torch.arange(num_columns, device=cpu) // group
     if spec.bits == 8:
-        values = torch.randn(num_rows, num_columns, generator=generator).to(torch.float8_e4m3fn)
+        values = torch.randn(num_rows, num_columns, generator=generator, device=cpu).to(torch.float8_e4m3fn)
         return Fp8Slice(values, scales, groups)
-    numbers = torch.randint(0, 16, (num_rows, num_columns), generator=generator, dtype=torch.uint8)
-    zeros = torch.randint(0, 16, (num_rows, num_groups), generator=generator).float()
+    numbers = torch.randint(0, 16, (num_rows, num_columns), generator=generator, dtype=torch.uint8, device=cpu)
+    zeros = torch.randint(0, 16, (num_rows, num_groups), generator=generator, device=cpu).float()
     return Int4Slice(numbers, scales, zeros, groups)
 
 

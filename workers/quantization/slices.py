@@ -72,7 +72,8 @@ def _by_group(weights: Tensor, groups: Tensor, operation: Callable[..., Tensor],
     """`operation` of weights [R, C], which it overwrites, and of each one's group's factor [R, G]."""
     (num_rows, num_columns), num_groups = weights.shape, factors.shape[1]
     run = num_columns // num_groups
-    if run and torch.equal(groups, torch.arange(num_groups).repeat_interleave(run)):  # the usual case, and quicker
+    in_order = torch.arange(num_groups, device=groups.device).repeat_interleave(run)
+    if run and torch.equal(groups, in_order):  # the usual case, and quicker
         view = weights.view(num_rows, num_groups, run)
         operation(view, factors.unsqueeze(2), out=view)
         return weights
