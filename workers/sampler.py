@@ -44,6 +44,34 @@ class DrawnRows:
     top_p: Tensor | None  # float32; with top_k, both or neither
     max_top_k: int
 
+    @classmethod
+    def alike(
+        cls,
+        num_rows: int,
+        device: torch.device,
+        *,
+        temperature: float = 1.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+    ) -> DrawnRows:
+        """Rows that differ in their seeds alone, for trying a sampler."""
+
+        def full(value: float, dtype: torch.dtype = torch.float32) -> Tensor:
+            return torch.full((num_rows,), value, dtype=dtype, device=device)
+
+        asks_top = top_k > 0 or top_p < 1
+        return cls(
+            rows=slice(None),
+            temperature=full(temperature),
+            seeds=torch.arange(num_rows, device=device),
+            positions=full(17, torch.int64),
+            min_p=full(min_p) if min_p > 0 else None,
+            top_k=full(top_k, torch.int64) if asks_top else None,
+            top_p=full(top_p) if asks_top else None,
+            max_top_k=top_k,
+        )
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PenalisedRows:

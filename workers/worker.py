@@ -10,6 +10,7 @@ import logging
 import os
 
 import torch
+from torch import Tensor
 
 from configs import EngineConfig
 from configs.cache_dtype import refusal
@@ -28,10 +29,14 @@ from workers.model_runner import ModelRunner, PendingStep
 from workers.models.decoder import CausalLM
 from workers.models.registry import build_model
 from workers.parallel import ParallelGroup
+from workers.sampler import ChooseTokens, DrawnRows, SamplingRows
 from workers.sampling_state import SamplingState
 from workers.weights import load_weights
 
 log = logging.getLogger(__name__)
+
+SHORT_PROMPTS = (1, 2, 4, 8, 16, 32, 64, 128)
+"""Tokens of the prompts that are tried at start: kernels have tiles of their own for few queries."""
 
 
 def choose_num_threads(config: EngineConfig, num_local_ranks: int) -> int:
@@ -152,6 +157,9 @@ class Worker:
         sampling = SamplingState(num_slots, self.spec.vocab_size, self.spec.eos_token_ids, self.device)
         kv = self._make_cache(num_blocks)
         graphs = self._capture_graphs(kv)
+        choose_tokens = choose_sampler(self._model, self.device)
+        if self.device.type == "cuda":
+            self.try_kernels(kv, choose_tokens)
         self._runner = ModelRunner(
             self._model,
             kv,
@@ -159,7 +167,7 @@ class Worker:
             sampling,
             answers=self.group.rank == 0,
             graphs=graphs,
-            choose_tokens=choose_sampler(self._model, self.device),
+            choose_tokens=choose_tokens,
         )
 
     @property
@@ -232,6 +240,22 @@ class Worker:
         return self._make_graphs(self._make_cache(0))
 
     @torch.inference_mode()
+    def try_kernels(self, kv: KVCache, choose_tokens: ChooseTokens) -> None:
+        """Let everything be compiled that short prompts and draws need, lest a request wait for it.
+
+        Kernels are compiled at first use, and those for few queries are others than those for many. Works on the dummy
+        block of `kv` alone. All ranks must call it together.
+        """
+        most = min(self.config.scheduler.max_num_batched_tokens, self.max_model_len)
+        for length in (n for n in SHORT_PROMPTS if n <= most):
+            blocks = [kv.dummy_block] * -(-length // kv.block_size)
+            hidden = self._compute(kv, [length], blocks, num_decodes=0)
+        assert self._model is not None
+        logits = self._model.compute_logits(hidden[:1])
+        tokens = torch.zeros(1, dtype=torch.int64, device=self.device)
+        choose_tokens(tokens, logits, SamplingRows(drawn=DrawnRows.alike(1, self.device)))
+
+    @torch.inference_mode()
     def profile_step(self) -> None:
         """Compute the largest steps there can be, over a throw-away cache: one of decode rows, then one of prompts.
 
@@ -246,14 +270,19 @@ class Worker:
         kv = self._make_cache(len(blocks))
         num_decodes = min(limits.max_num_seqs, limits.max_num_batched_tokens)
         for step_lengths, decodes in (([1] * num_decodes, num_decodes), (lengths, 0)):
-            meta = AttentionMetadata.from_lists(
-                step_lengths,
-                step_lengths,
-                [blocks] * len(step_lengths),
-                block_size=block_size,
-                num_decodes=decodes,
-                device=self.device,
-            )
-            positions = torch.cat([torch.arange(length, device=self.device) for length in step_lengths])
-            hidden = self._model(torch.zeros_like(positions), positions, kv, meta)
+            hidden = self._compute(kv, step_lengths, blocks, num_decodes=decodes)
             self._model.compute_logits(hidden[: limits.max_num_seqs])
+
+    def _compute(self, kv: KVCache, lengths: list[int], blocks: list[int], *, num_decodes: int) -> Tensor:
+        """A step of sequences that all begin here and lie in the same `blocks`."""
+        assert self._model is not None, "load_model comes first"
+        meta = AttentionMetadata.from_lists(
+            lengths,
+            lengths,
+            [blocks] * len(lengths),
+            block_size=kv.block_size,
+            num_decodes=num_decodes,
+            device=self.device,
+        )
+        positions = torch.cat([torch.arange(length, device=self.device) for length in lengths])
+        return self._model(torch.zeros_like(positions), positions, kv, meta)

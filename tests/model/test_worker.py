@@ -165,6 +165,17 @@ def test_the_largest_step_can_be_profiled(spec):
     worker.profile_step()
 
 
+def test_trying_the_kernels_touches_the_dummy_block_alone(spec):
+    worker = Worker(make_config(spec, num_blocks=4), spec, SingleProcessGroup())
+    worker.load_model()
+    worker.allocate_cache(4)
+    kv = worker.runner.kv
+    worker.try_kernels(kv, worker.runner.choose_tokens)
+    for cache in (*kv.k, *kv.v):
+        assert not cache[: kv.num_blocks].any()
+        assert cache[kv.dummy_block].any()
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "fp8", "int8"])
 def test_the_bytes_of_a_block_are_those_that_are_allocated(spec, dtype):
     shape = {"num_layers": spec.num_layers, "num_kv_heads": spec.num_kv_heads, "head_dim": spec.head_dim}

@@ -61,13 +61,10 @@ def launch_layers():
     rotate_(qkv, 32, 8, angles, angles, q_weight=weight[:128], k_weight=weight[:128])
 
 
-def launch_sampler(*, filters):
+def launch_sampler():
     numbers, floats = torch.zeros(4, dtype=torch.int64), torch.zeros(4)
-    asked = (
-        {"top_k": numbers, "top_p": floats, "min_p": floats} if filters else dict.fromkeys(("top_k", "top_p", "min_p"))
-    )
     keys = {"temperature": floats, "seeds": numbers, "positions": numbers}
-    draw_(numbers, torch.zeros(4, 151936), rows=None, **keys, **asked)
+    draw_(numbers, torch.zeros(4, 151936), rows=None, **keys, top_k=numbers, top_p=floats, min_p=floats)
 
 
 def launch_fp8_products(capability):
@@ -85,7 +82,7 @@ def compile_for(capability):
             launch_attention(capability, heads=(32, 8), head_dim=128, block_size=64, cache_dtype=FP8)
             launch_fp8_products(capability)
         launch_attention(capability, heads=(32, 8), head_dim=128, block_size=64)
-        launch_sampler(filters=True)
+        launch_sampler()
         if capability == FULLY_CHECKED:
             launch_attention(capability, heads=(16, 2), head_dim=64, block_size=16, max_seqlen_q=4)
             launch_attention(capability, heads=(3, 1), head_dim=256, block_size=256, window=512, soft_cap=50.0)
@@ -94,7 +91,6 @@ def compile_for(capability):
             )
             launch_attention(capability, heads=(3, 1), head_dim=256, block_size=256, soft_cap=50.0, cache_dtype=FP8)
             launch_layers()
-            launch_sampler(filters=False)
     return found
 
 

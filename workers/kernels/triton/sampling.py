@@ -100,7 +100,7 @@ def _farthest_kept(
     return found
 
 
-@triton.jit(do_not_specialize_on_alignment=["rows", "tokens"])
+@triton.jit(do_not_specialize=["has_rows", "has_top", "has_min_p"], do_not_specialize_on_alignment=["rows", "tokens"])
 def draw_kernel(
     logits,
     rows,
@@ -113,16 +113,19 @@ def draw_kernel(
     tokens,
     row_stride,
     vocab_size,
-    HAS_ROWS: tl.constexpr,
-    HAS_TOP: tl.constexpr,
-    HAS_MIN_P: tl.constexpr,
+    has_rows,
+    has_top,
+    has_min_p,
     TILE: tl.constexpr,
     GUMBEL_BLOCK: tl.constexpr,
 ):
-    """tokens[rows] become the draws from those rows of logits."""
+    """tokens[rows] become the draws from those rows of logits.
+
+    One kernel whatever is asked for: a variant for each would be compiled when the first request asks for it.
+    """
     index = tl.program_id(0).to(tl.int64)
     row = index
-    if HAS_ROWS:
+    if has_rows:
         row = tl.load(rows + index)
     logits += row * row_stride
     temperature = tl.maximum(tl.load(temperatures + index), 1e-6)
@@ -136,7 +139,7 @@ def draw_kernel(
     highest = tl.max(best, 0)
 
     kept = tl.full((), 0x7F800000, dtype=tl.int64)  # the distance of a token that cannot come
-    if HAS_TOP:
+    if has_top:
         k = tl.load(top_k + index)
         p = tl.load(top_p + index).to(tl.float64)
         if (k > 0) & (k < vocab_size):
@@ -154,8 +157,8 @@ def draw_kernel(
             kept = tl.minimum(
                 kept, _farthest_kept(logits, vocab_size, highest, temperature, kept, p * total, True, TILE)
             )
-    floor = float("-inf")
-    if HAS_MIN_P:
+    floor = tl.full((), float("-inf"), dtype=tl.float32)
+    if has_min_p:
         least = tl.load(min_p + index)
         floor = tl.where(least > 0.0, tl.log(tl.where(least > 0.0, least, 1.0)), float("-inf"))
 
@@ -167,9 +170,7 @@ def draw_kernel(
     for start in range(0, vocab_size, TILE):
         at = start + block[:, None] * GUMBEL_BLOCK + within[None, :]
         log_weight = _scaled(logits, at, vocab_size, highest, temperature)
-        is_kept = (_distance(log_weight) <= kept) & (at < vocab_size)
-        if HAS_MIN_P:
-            is_kept = is_kept & (log_weight >= floor)
+        is_kept = (_distance(log_weight) <= kept) & (log_weight >= floor) & (at < vocab_size)
         total = tl.sum(tl.where(is_kept, tl.exp(log_weight), 0.0), 1)
         number = start // GUMBEL_BLOCK + block
         score = tl.log(tl.where(total > 0.0, total, 1.0)).to(tl.float64)
@@ -182,9 +183,7 @@ def draw_kernel(
 
     at = best_block * GUMBEL_BLOCK + within
     log_weight = _scaled(logits, at, vocab_size, highest, temperature)
-    is_kept = (_distance(log_weight) <= kept) & (at < vocab_size)
-    if HAS_MIN_P:
-        is_kept = is_kept & (log_weight >= floor)
+    is_kept = (_distance(log_weight) <= kept) & (log_weight >= floor) & (at < vocab_size)
     score = tl.where(is_kept, log_weight.to(tl.float64) + _gumbel(seed, position, within), float("-inf"))
     tl.store(tokens + row, (best_block * GUMBEL_BLOCK + tl.argmax(score, 0)).to(tl.int64))
 
@@ -218,9 +217,9 @@ def draw_(
         tokens,
         logits.stride(0),
         logits.shape[1],
-        HAS_ROWS=rows is not None,
-        HAS_TOP=top_k is not None and top_p is not None,
-        HAS_MIN_P=min_p is not None,
+        int(rows is not None),
+        int(top_k is not None and top_p is not None),
+        int(min_p is not None),
         TILE=TILE,
         GUMBEL_BLOCK=GUMBEL_BLOCK,
         num_warps=8,
