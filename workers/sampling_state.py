@@ -16,6 +16,7 @@ from torch import Tensor
 from scheduler.output import AdmittedSequence, Int32
 from workers.sampler import DrawnRows, PenalisedRows, SamplingRows
 from workers.token_counts import TokenCounts
+from workers.upload import upload
 
 NOT_ASKED = -1  # in the logprobs columns
 
@@ -154,5 +155,4 @@ class SamplingState:
         return self._put(np.repeat(early, [len(part) for part in ids])), self._put(np.concatenate(ids))
 
     def _put(self, array: NDArray) -> Tensor:
-        tensor = torch.from_numpy(np.ascontiguousarray(array))
-        return tensor if self.device.type == "cpu" else tensor.pin_memory().to(self.device, non_blocking=True)
+        return upload((array,), self.device)[0]

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from scheduler.output import Int32
+from workers.upload import upload
 
 _FIRST_CAPACITY = 4
 
@@ -30,10 +31,10 @@ class TokenCounts:
             self._grow()
         row = self._free_rows.pop()
         self._row_of_slot[slot] = row
-        ids = torch.from_numpy(token_ids.astype(np.int64)).to(self._output.device)
-        self._seen[row] = False
-        self._seen[row, ids] = True
-        self._output[row] = torch.bincount(ids[num_prompt_tokens:], minlength=self._output.shape[1])
+        (ids,) = upload((token_ids.astype(np.int64),), self._output.device)
+        generated = ids[num_prompt_tokens:]
+        self._seen[row].fill_(False).index_fill_(0, ids, True)
+        self._output[row].zero_().index_add_(0, generated, torch.ones_like(generated, dtype=torch.int32))
 
     def release(self, slot: int) -> None:
         row = int(self._row_of_slot[slot])
@@ -45,7 +46,7 @@ class TokenCounts:
         """Where the counts of these slots lie, int64."""
         rows = self._row_of_slot[slots]
         assert (rows >= 0).all(), "a slot without counts"
-        return torch.from_numpy(rows).to(self._output.device)
+        return upload((rows,), self._output.device)[0]
 
     def seen(self, rows: Tensor) -> Tensor:
         """[R, vocab] bool: the token occurs in prompt or output."""
