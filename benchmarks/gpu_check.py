@@ -2,148 +2,58 @@
 
     python -m benchmarks.gpu_check [--only attention layers ...] [--out benchmarks/results/DATE-gpu.md]
 
-Needs one CUDA device, torch and triton; no Ray, no flash-attn, no network, no weights. Takes some minutes, most of them
-compiling. Each section prints its table as soon as it is done. Exits with 1 if anything was wrong or a section failed.
+Needs one CUDA device and the packages in `NEEDED`; no Ray, no flash-attn, no network, no weights. Takes some minutes.
+Each section prints its table as soon as it is done. Exits with 1 if anything was wrong or a section failed, and with 2
+where it cannot run.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-import time
-import traceback
-from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from importlib.util import find_spec
 from pathlib import Path
 
-import torch
-
-from benchmarks import gpu_kernels, gpu_model, gpu_quantized
-from benchmarks.gpu_scene import Ceilings, measure_ceilings
-from benchmarks.report import heading, markdown_table
-
-WHAT, MICROSECONDS, SHARE = "what", "us", "of the copy's rate"
+NEEDED = ("torch", "triton", "numpy", "safetensors", "xxhash")
+"""Packages. Nothing that needs them is imported before it is known that they are there."""
 
 
-def sections(ceilings: Ceilings) -> dict[str, tuple[str, tuple[str, ...], Callable[[], Iterable[tuple[object, ...]]]]]:
-    """Name -> (title, columns, rows), in the order they run."""
-    steps = (WHAT, "ms per step", "ms on the device", "floor, ms", "device / floor", "device idle")
-    return {
-        "backends": (
-            "Attention backends of this machine",
-            ("backend", "block size", "KV cache", "says"),
-            gpu_kernels.check_backends,
-        ),
-        "attention": (
-            "Attention against PyTorch in float32, unwritten places NaN",
-            ("block size / heads / head size / type / window / soft cap", "error", "verdict"),
-            gpu_kernels.check_attention,
-        ),
-        "layers": (
-            "Fused layers and sampler against PyTorch",
-            (WHAT, "error", "verdict"),
-            gpu_kernels.check_layers,
-        ),
-        "quantized": (
-            "Products with quantised weights against PyTorch",
-            (WHAT, "error", "verdict"),
-            gpu_quantized.check_quantized,
-        ),
-        "graphs": (
-            "Tokens from captured graphs against eager steps",
-            (WHAT, "tokens", "verdict"),
-            gpu_model.check_graphs,
-        ),
-        "waiting": (
-            "Whether launching a step waits for the device",
-            (WHAT, "waits", "verdict"),
-            gpu_model.check_waiting,
-        ),
-        "memory": (
-            "Memory in use, against the share of it that was promised",
-            (WHAT, "GiB", "of the share", "verdict"),
-            gpu_model.check_memory,
-        ),
-        "decode": (
-            "Decode attention, 32:8 heads of 128, queries in bf16",
-            (WHAT, MICROSECONDS, "TB/s", SHARE),
-            lambda: gpu_kernels.time_decode(ceilings),
-        ),
-        "prefill": (
-            "Prefill attention, 32:8 heads of 128, queries in bf16",
-            (WHAT, MICROSECONDS, "TFLOP/s", "of the matrix rate", "of torch's best on contiguous keys"),
-            lambda: gpu_kernels.time_prefill(ceilings),
-        ),
-        "ops": (
-            "Fused layers, bf16",
-            (WHAT, MICROSECONDS, "TB/s", SHARE),
-            lambda: gpu_kernels.time_layers(ceilings),
-        ),
-        "products": (
-            "Products with weights kept quantised, and the same in bf16",
-            (WHAT, "us, quantised", "us, bf16", "times as fast"),
-            gpu_quantized.time_quantized,
-        ),
-        "sampler": (
-            "Sampler, 151,936 tokens",
-            (WHAT, "us, own kernel", "us, PyTorch"),
-            gpu_kernels.time_sampler,
-        ),
-        "small": ("Decode steps", steps, lambda: gpu_model.time_steps("Qwen3-0.6B", ceilings)),
-        "large": ("Decode steps", steps, lambda: gpu_model.time_steps("Llama-3.1-8B", ceilings, with_fp8=True)),
-        "engine": (
-            "A whole engine, Qwen3-0.6B's shape",
-            (WHAT, "tokens in", "tokens out", "s", "tokens out per s"),
-            gpu_model.time_engine,
-        ),
-    }
+def why_not() -> str | None:
+    """Why it cannot run here; None if it can."""
+    missing = [name for name in NEEDED if find_spec(name) is None]
+    if missing:
+        return f"this check needs {', '.join(missing)}: pip install {' '.join(missing)}"
+    import torch
 
-
-def run(names: list[str] | None, write: Callable[[str], None]) -> bool:
-    """Whether everything was right."""
-    write(heading(("torch", "triton")))
-    properties = torch.cuda.get_device_properties(0)
-    ceilings = measure_ceilings()
-    write(
-        f"{properties.name}, compute capability {properties.major}.{properties.minor}, "
-        f"{properties.multi_processor_count} multiprocessors; a copy moves {ceilings.copy_bytes_per_s / 1e12:.2f} "
-        f"TB/s, a bf16 product of 8192 x 8192 x 8192 runs at {ceilings.bf16_flops / 1e12:.0f} TFLOP/s\n"
-    )
-    is_right = True
-    for name, (title, columns, rows) in sections(ceilings).items():
-        if names and name not in names:
-            continue
-        started = time.monotonic()
-        found: list[tuple[object, ...]] = []
-        try:
-            found.extend(rows())
-        except Exception:  # the others shall still be checked
-            write(f"{name} failed:\n```\n{traceback.format_exc()}```\n")
-            is_right = False
-        is_right = is_right and not any("WRONG" in row for row in found)
-        write(f"## {title}\n\n{markdown_table(columns, found)}\n{time.monotonic() - started:.0f} s\n")
-        torch.cuda.empty_cache()
-    return is_right
+    if not torch.cuda.is_available():
+        return "no CUDA device here: the kernels' tests run without one, this check does not"
+    return None
 
 
 def main() -> int:
+    reason = why_not()
+    if reason is not None:
+        print(reason, file=sys.stderr)
+        return 2
+    from benchmarks.gpu_sections import names, run
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=list(sections(Ceilings(1.0, 1.0))), help="these sections alone")
+    parser.add_argument("--only", nargs="+", choices=names(), help="these sections alone")
     parser.add_argument("--out", type=Path, help="write the report there too")
     options = parser.parse_args()
-    if not torch.cuda.is_available():
-        print("no CUDA device here: the kernels' tests run without one, this check does not", file=sys.stderr)
-        return 2
-    parts: list[str] = []
+    with ExitStack() as stack:
+        files = [sys.stdout]
+        if options.out is not None:
+            options.out.parent.mkdir(parents=True, exist_ok=True)
+            files.append(stack.enter_context(options.out.open("w", encoding="utf-8")))
 
-    def write(part: str) -> None:
-        print(part, flush=True)
-        parts.append(part)
+        def write(part: str) -> None:
+            for file in files:  # at once: what comes next may end the process
+                print(part, file=file, flush=True)
 
-    is_right = run(options.only, write)
-    write("Everything is right." if is_right else "SOMETHING IS WRONG: see above.")
-    if options.out is not None:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text("\n".join(parts), encoding="utf-8")
+        is_right = run(options.only, write)
+        write("Everything is right." if is_right else "SOMETHING IS WRONG: see above.")
     return 0 if is_right else 1
 
 

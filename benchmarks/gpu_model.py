@@ -4,31 +4,28 @@ from __future__ import annotations
 
 import json
 import random
-import statistics
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from benchmarks.gpu_scene import DEVICE, Ceilings, has_fp8
+from benchmarks.gpu_steps import GREEDY, admit, decode_plan, device_seconds, run_steps
 from cluster.local import LocalEngine
 from configs import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, WorkerConfig
 from configs.matrices import weight_bytes
 from configs.model_spec import ModelSpec
 from configs.schema import GIB, CacheDtype
-from scheduler.output import AdmittedSequence, StepPlan, int32
+from scheduler.output import StepPlan
 from scheduler.sampling_params import SamplingParams
 from workers.model_runner import ModelRunner
 from workers.parallel import SingleProcessGroup
 from workers.worker import Worker
 
 Row = tuple[object, ...]
-Steps = tuple[list[list[int]], list[tuple[torch.cuda.Event, torch.cuda.Event]], float]
-"""Tokens of each step, events around each decode step, seconds."""
 
 _COMMON = {"rms_norm_eps": 1e-6, "torch_dtype": "bfloat16", "hidden_act": "silu", "bos_token_id": 1, "eos_token_id": 2}
 SHAPES: dict[str, dict[str, object]] = {
@@ -69,7 +66,22 @@ SHAPES: dict[str, dict[str, object]] = {
 }
 SHARE_USED = (0.8, 1.02)
 """Less would be waste; more is what the driver keeps for itself."""
-GREEDY = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=None)
+DRAWN = replace(GREEDY, temperature=0.8, top_k=50, top_p=0.9, min_p=0.01)
+REQUESTS = {
+    "greedy": GREEDY,
+    "drawn": DRAWN,
+    "everything asked for": replace(
+        DRAWN,
+        logprobs=3,
+        prompt_logprobs=3,
+        min_tokens=2,
+        stop_token_ids=(7,),
+        logit_bias={5: 1.0},
+        repetition_penalty=1.1,
+        presence_penalty=0.1,
+        frequency_penalty=0.1,
+    ),
+}
 
 
 def make_spec(name: str, **changes: object) -> ModelSpec:
@@ -110,62 +122,6 @@ def fill_cache(runner: ModelRunner) -> None:
         cache.copy_(torch.randn(cache.shape[1:], device=cache.device))
 
 
-def admit(
-    num_seqs: int, length: int, block_size: int, room: int, epoch: int, params: SamplingParams = GREEDY
-) -> StepPlan:
-    """The first step: every sequence computes the last token of `length`, the others being cached."""
-    per_seq = -(-(length + room) // block_size)
-    return StepPlan(
-        engine_epoch=epoch,
-        step=0,
-        admitted=tuple(
-            AdmittedSequence(
-                slot=i,
-                seq_id=i,
-                seed=i,
-                num_prompt_tokens=length,
-                num_cached_tokens=length - 1,
-                token_ids=np.random.default_rng(i).integers(3, 1000, length).astype(np.int32),
-                block_table=np.arange(i * per_seq, (i + 1) * per_seq, dtype=np.int32),
-                sampling_params=params,
-            )
-            for i in range(num_seqs)
-        ),
-        prefill_slots=np.arange(num_seqs, dtype=np.int32),
-        prefill_starts=np.full(num_seqs, length - 1, dtype=np.int32),
-        prefill_num_tokens=np.ones(num_seqs, dtype=np.int32),
-    )
-
-
-def decode_plan(step: int, num_seqs: int, epoch: int) -> StepPlan:
-    return StepPlan(
-        engine_epoch=epoch,
-        step=step,
-        decode_slots=np.arange(num_seqs, dtype=np.int32),
-        decode_tokens=int32([-1] * num_seqs),
-    )
-
-
-def run_steps(runner: ModelRunner, num_seqs: int, length: int, num_steps: int, epoch: int) -> Steps:
-    """One step ahead, as an engine does."""
-    block_size = runner.kv.block_size
-    tokens, events = [], []
-    pending = [runner.launch(admit(num_seqs, length, block_size, num_steps + 1, epoch))]
-    tokens.append(runner.collect(pending.pop()).tokens.tolist())
-    torch.cuda.synchronize()
-    started = time.perf_counter()
-    for step in range(1, num_steps + 1):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        pending.append(runner.launch(decode_plan(step, num_seqs, epoch)))
-        end.record()
-        events.append((start, end))
-        if len(pending) == 2:
-            tokens.append(runner.collect(pending.pop(0)).tokens.tolist())
-    tokens.append(runner.collect(pending.pop()).tokens.tolist())
-    return tokens, events, time.perf_counter() - started
-
-
 def check_graphs() -> Iterator[Row]:
     """The same greedy tokens with captured graphs, without them, and in step: a small model, odd numbers of rows."""
     spec = make_spec("Qwen3-0.6B", num_hidden_layers=4)
@@ -203,17 +159,16 @@ def check_memory() -> Iterator[Row]:
 
 
 def check_waiting() -> Iterator[Row]:
-    """Torch itself raises where launching a step would wait for the device: prompts and decoding, greedy and drawn."""
+    """Torch itself raises where launching a step would wait for the device, whatever a request asks for."""
     spec = make_spec("Qwen3-0.6B", num_hidden_layers=2)
-    drawn = SamplingParams(temperature=0.8, top_k=50, top_p=0.9, min_p=0.01, max_tokens=None, ignore_eos=True)
     for graphs in (True, False):
         runner = start_worker(spec, make_config(max_num_seqs=4, num_blocks=40, graphs=graphs)).runner
-        for epoch, params in enumerate((GREEDY, drawn)):
+        for epoch, (kind, params) in enumerate(REQUESTS.items()):
             for warm in (True, False):  # compiling may wait
-                first = admit(3, 100, runner.kv.block_size, 8, 2 * epoch + (not warm), params)
-                plans = [first, *(decode_plan(step, 3, first.engine_epoch) for step in (1, 2))]
+                tried = 2 * epoch + (not warm)
+                first = admit(3, 100, runner.kv.block_size, 8, tried, params=params, num_computed=20)
+                plans = [first, *(decode_plan(step, 3, tried) for step in (1, 2))]
                 verdict = _launched_without_waiting(runner, plans, strict=not warm)
-            kind = "greedy" if params is GREEDY else "drawn"
             yield f"{kind}, {'graphs' if graphs else 'eager'}", verdict, "ok" if verdict == "never" else "WRONG"
 
 
@@ -260,16 +215,14 @@ def _time_step(
     runner: ModelRunner, spec: ModelSpec, num_seqs: int, epoch: int, cache_dtype: CacheDtype, ceilings: Ceilings
 ) -> tuple[float, float, float, float, float]:
     length, num_steps = 1024, 60
-    _, events, seconds = run_steps(runner, num_seqs, length, num_steps, epoch)
-    busy = statistics.median(start.elapsed_time(end) for start, end in events[10:]) / 1e3
-    pairs = list(pairwise(events[10:]))
-    idle = sum(max(0.0, before[1].elapsed_time(after[0])) for before, after in pairs) / 1e3
+    _, seconds = run_steps(runner, num_seqs, length, num_steps, epoch)
+    busy = device_seconds(runner, num_seqs, num_steps + 1, epoch)
     weights = weight_bytes(spec, "bfloat16")
     if not spec.tie_word_embeddings:  # rows of the embedding are looked up, not read through
         weights -= spec.vocab_size * spec.hidden_size * 2
     kept = spec.kv_bytes_per_token("bfloat16" if cache_dtype == "auto" else cache_dtype)
     floor = (weights + num_seqs * length * kept) / ceilings.copy_bytes_per_s
-    return seconds / num_steps * 1e3, busy * 1e3, floor * 1e3, busy / floor, idle / (idle + busy * len(pairs))
+    return seconds * 1e3, busy * 1e3, floor * 1e3, busy / floor, max(0.0, 1.0 - busy / seconds)
 
 
 def time_engine(num_seqs: int = 256) -> Iterator[Row]:
@@ -283,7 +236,8 @@ def time_engine(num_seqs: int = 256) -> Iterator[Row]:
     ]
     config = make_config(max_num_seqs=num_seqs, max_num_batched_tokens=16384, max_prefill_chunk=4096)
     with LocalEngine(config, spec) as engine:
-        engine.generate(prompts[:8], SamplingParams(temperature=0.6, max_tokens=16, ignore_eos=True))
+        others = [prompt[::-1] for prompt in prompts[:8]]  # whose blocks none of the prompts finds in the cache
+        engine.generate(others, SamplingParams(temperature=0.6, max_tokens=16, ignore_eos=True))
         torch.cuda.synchronize()
         started = time.perf_counter()
         completions = engine.generate(prompts, params)

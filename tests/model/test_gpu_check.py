@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import functools
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 import tests.support.triton_interpreter  # noqa: F401  before any kernel
-from benchmarks import gpu_check, gpu_kernels, gpu_model, gpu_quantized, gpu_scene
+from benchmarks import gpu_check, gpu_kernels, gpu_model, gpu_quantized, gpu_scene, gpu_sections
 from benchmarks.gpu_scene import Ceilings
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
+REPOSITORY = Path(__file__).resolve().parents[2]
+_IMPORT_WITHOUT_THE_REST = """
+import sys
+for name in ("ray", "msgspec", "typer", "rich", "gguf", "yaml", "tokenizers", "transformers", "fastapi", "aiohttp"):
+    sys.modules[name] = None
+from benchmarks import gpu_check, gpu_sections, gpu_tune
+"""
 CPU = torch.device("cpu")
 SMALL = {
     "vocab_size": 10_000,
@@ -63,7 +73,7 @@ def on_cpu(monkeypatch):
 
     for module in (gpu_scene, gpu_kernels, gpu_quantized, gpu_model):
         monkeypatch.setattr(module, "DEVICE", CPU)
-        for name, fake in (("seconds_of", run_once), ("has_fp8", lambda device: True)):
+        for name, fake in (("seconds_of", run_once), ("timed", run_once), ("has_fp8", lambda device: True)):
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, fake)
     for name, value in SMALLER_SIZES.items():
@@ -82,12 +92,13 @@ def on_cpu(monkeypatch):
         return replace(config, worker=worker)
 
     monkeypatch.setattr(gpu_model, "make_config", make_cpu_config)
-    monkeypatch.setattr(gpu_check, "measure_ceilings", lambda: Ceilings(4e12, 8e14))
+    monkeypatch.setattr(gpu_sections, "measure_ceilings", lambda: Ceilings(4e12, 8e14))
     properties = SimpleNamespace(name="a card", major=9, minor=0, multi_processor_count=132)
     free = iter([1000, 1000 - 290])
     for name, fake in (
         ("Event", Event),
         ("synchronize", lambda *_: None),
+        ("_sleep", lambda cycles: None),
         ("set_sync_debug_mode", lambda mode: None),
         ("get_device_properties", lambda device: properties),
         ("mem_get_info", lambda device: (next(free), 1000)),
@@ -96,11 +107,13 @@ def on_cpu(monkeypatch):
 
 
 def test_every_section_runs_and_finds_everything_right(on_cpu):
+    """Whatever is made on the default device, instead of the sections' own, has no numbers, and shows."""
     written = []
-    is_right = gpu_check.run(None, written.append)
+    with torch.device("meta"):
+        is_right = gpu_sections.run(None, written.append)
     report = "\n".join(written)
     assert is_right, report
-    for title, columns, _ in gpu_check.sections(Ceilings(1.0, 1.0)).values():
+    for title, columns, _ in gpu_sections.sections(Ceilings(1.0, 1.0)).values():
         header = f"## {title}\n\n| {' | '.join(columns)} |\n"
         assert header in report
         rows = report.partition(header)[2].partition("\n\n")[0].splitlines()[1:]
@@ -113,5 +126,20 @@ def test_every_section_runs_and_finds_everything_right(on_cpu):
 def test_a_kernel_that_is_off_is_told(on_cpu, monkeypatch):
     monkeypatch.setattr(gpu_kernels, "TOLERANCE", dict.fromkeys(gpu_kernels.TOLERANCE, 1e-12))
     written = []
-    assert not gpu_check.run(["attention"], written.append)
+    assert not gpu_sections.run(["attention"], written.append)
     assert "WRONG" in "\n".join(written)
+
+
+@pytest.mark.parametrize("missing", [("xxhash",), ("triton", "safetensors")])
+def test_a_machine_that_lacks_packages_is_told_which(missing, monkeypatch, capsys):
+    monkeypatch.setattr(gpu_check, "find_spec", lambda name: None if name in missing else name)
+    assert gpu_check.main() == 2
+    assert capsys.readouterr().err.rstrip().endswith(f"pip install {' '.join(missing)}")
+
+
+def test_nothing_else_is_imported_than_what_the_check_asks_for():
+    """In a process of its own, in which any other package of ours is missing."""
+    done = subprocess.run(
+        [sys.executable, "-c", _IMPORT_WITHOUT_THE_REST], cwd=REPOSITORY, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
