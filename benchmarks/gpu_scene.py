@@ -77,18 +77,23 @@ def make_scene(
         for scale in (params.k_scale, params.v_scale)
     )
     if poison:
-        for table, length in zip(tables, seq_lens, strict=True):
-            if length % block_size:
-                for cache in (k_cache, v_cache):
-                    cache.view(torch.uint8)[table[-1], length % block_size :] = NAN_BYTE
-        for block in order[first:]:
-            for cache in (k_cache, v_cache):
-                cache.view(torch.uint8)[block] = NAN_BYTE
+        for cache in (k_cache, v_cache):
+            _poison(cache, tables, seq_lens, order[first:])
     meta = AttentionMetadata.from_lists(
         query_lens, seq_lens, tables, block_size=block_size, num_decodes=num_decodes, device=DEVICE
     )
     q = torch.randn(sum(query_lens), num_heads, head_dim, device=DEVICE, dtype=dtype)
     return Scene(q, k_cache, v_cache, meta, params)
+
+
+def _poison(cache: Tensor, tables: Sequence[Sequence[int]], seq_lens: Sequence[int], unused: Sequence[int]) -> None:
+    """NaN wherever no sequence wrote: past the ends of their last blocks, and in unused ones."""
+    places, block_size = cache.view(torch.uint8), cache.shape[1]
+    for table, length in zip(tables, seq_lens, strict=True):
+        if length % block_size:
+            places[table[-1], length % block_size :] = NAN_BYTE
+    for block in unused:
+        places[block] = NAN_BYTE
 
 
 def seconds_of(run: Callable[[], object], *, repeats: int = 10, rounds: int = 5) -> float:
