@@ -241,11 +241,12 @@ class Worker:
 
     @torch.inference_mode()
     def try_kernels(self, kv: KVCache, choose_tokens: ChooseTokens) -> None:
-        """Let everything be compiled that short prompts and draws need, lest a request wait for it.
+        """Let everything be compiled that decoding, short prompts and draws need, lest a request wait for it.
 
         Kernels are compiled at first use, and those for few queries are others than those for many. Works on the dummy
         block of `kv` alone. All ranks must call it together.
         """
+        self._compute(kv, [1], [kv.dummy_block], num_decodes=1)
         most = min(self.config.scheduler.max_num_batched_tokens, self.max_model_len)
         for length in (n for n in SHORT_PROMPTS if n <= most):
             blocks = [kv.dummy_block] * -(-length // kv.block_size)
