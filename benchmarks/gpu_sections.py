@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import traceback
 from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 import torch
 
@@ -15,73 +16,79 @@ from benchmarks.report import heading, markdown_table
 WHAT, MICROSECONDS, SHARE = "what", "us", "of the copy's rate"
 
 
-def sections(ceilings: Ceilings) -> dict[str, tuple[str, tuple[str, ...], Callable[[], Iterable[tuple[object, ...]]]]]:
-    """Name -> (title, columns, rows), in the order they run."""
+class Section(NamedTuple):
+    title: str
+    columns: tuple[str, ...]
+    rows: Callable[[], Iterable[tuple[object, ...]]]
+
+
+def sections(ceilings: Ceilings) -> dict[str, Section]:
+    """By name, in the order they run."""
     steps = (WHAT, "ms per step", "ms on the device", "floor, ms", "device / floor", "device idle")
     return {
-        "backends": (
+        "backends": Section(
             "Attention backends of this machine",
             ("backend", "block size", "KV cache", "says"),
             gpu_kernels.check_backends,
         ),
-        "attention": (
+        "attention": Section(
             "Attention against PyTorch in float32, unwritten places NaN",
             ("block size / heads / head size / type / window / soft cap", "error", "verdict"),
             gpu_kernels.check_attention,
         ),
-        "layers": (
+        "layers": Section(
             "Fused layers and sampler against PyTorch",
             (WHAT, "error", "verdict"),
             gpu_kernels.check_layers,
         ),
-        "quantized": (
+        "quantized": Section(
             "Products with quantised weights against PyTorch",
             (WHAT, "error", "verdict"),
             gpu_quantized.check_quantized,
         ),
-        "graphs": (
+        "graphs": Section(
             "Tokens from captured graphs against eager steps",
             (WHAT, "tokens", "verdict"),
             gpu_model.check_graphs,
         ),
-        "waiting": (
+        "waiting": Section(
             "Whether launching a step waits for the device",
             (WHAT, "waits", "verdict"),
             gpu_model.check_waiting,
         ),
-        "memory": (
+        "memory": Section(
             "Memory in use, against the share of it that was promised",
             (WHAT, "GiB", "of the share", "verdict"),
             gpu_model.check_memory,
         ),
-        "decode": (
+        "decode": Section(
             "Decode attention, 32:8 heads of 128, queries in bf16",
             (WHAT, MICROSECONDS, "TB/s", SHARE),
             lambda: gpu_kernels.time_decode(ceilings),
         ),
-        "prefill": (
+        "prefill": Section(
             "Prefill attention, 32:8 heads of 128, queries in bf16",
             (WHAT, MICROSECONDS, "TFLOP/s", "of the matrix rate", "of torch's best on contiguous keys"),
             lambda: gpu_kernels.time_prefill(ceilings),
         ),
-        "ops": (
+        "ops": Section(
             "Fused layers, bf16",
             (WHAT, MICROSECONDS, "TB/s", SHARE),
             lambda: gpu_kernels.time_layers(ceilings),
         ),
-        "products": (
+        "products": Section(
             "Products with weights kept quantised, and the same in bf16",
             (WHAT, "us, quantised", "us, bf16", "times as fast"),
             gpu_quantized.time_quantized,
         ),
-        "sampler": (
+        "sampler": Section(
             "Sampler, 151,936 tokens",
             (WHAT, "us, own kernel", "us, PyTorch with its launches"),
             gpu_kernels.time_sampler,
         ),
-        "small": ("Decode steps", steps, lambda: gpu_model.time_steps("Qwen3-0.6B", ceilings)),
-        "large": ("Decode steps", steps, lambda: gpu_model.time_steps("Llama-3.1-8B", ceilings, with_fp8=True)),
-        "engine": (
+        "small": Section("Decode steps", steps, lambda: gpu_model.time_steps("Qwen3-0.6B", ceilings)),
+        "large": Section("Decode steps", steps, lambda: gpu_model.time_steps("Llama-3.1-8B", ceilings, with_fp8=True)),
+        "engine": Section(
             "A whole engine, Qwen3-0.6B's shape",
             (WHAT, "tokens in", "tokens out", "s", "tokens out per s"),
             gpu_model.time_engine,
