@@ -161,7 +161,8 @@ def _adjust(logits: Tensor, asked: SamplingRows, counts: TokenCounts) -> None:
     """Bias, penalties, then the tokens that may not come yet."""
     if asked.biased is not None:
         rows, token_ids, biases = asked.biased
-        logits.index_put_((rows, token_ids), biases, accumulate=True)
+        # No place comes twice. An index_put_ that accumulates reads its indices back in some versions of torch.
+        logits[rows, token_ids] += biases
     if asked.penalised is not None:
         logits[asked.penalised.rows] = _penalise(logits[asked.penalised.rows], asked.penalised, counts)
     if asked.forbidden is not None:
