@@ -74,7 +74,13 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     num_bytes = math.prod(shape) * dtype.itemsize
     if device.type != "cpu" or num_bytes == 0:
         return torch.zeros(shape, dtype=dtype, device=device)
-    region = mmap.mmap(-1, num_bytes)
+    try:
+        region = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared: no huge pages
+    except OSError as error:
+        raise ValueError(
+            f"no memory for a KV cache with layers of {num_bytes / GIB:.1f} GiB ({error}); "
+            "lower cache.memory_gib or cache.num_blocks"
+        ) from error
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a kernel without them
             region.madvise(mmap.MADV_HUGEPAGE)
