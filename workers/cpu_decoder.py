@@ -22,11 +22,13 @@ from workers.kernels.cpu.library import (
     CLayer,
     CpuKernels,
     CStep,
+    Decoder,
     Format,
     KvFormat,
     Pool,
     Then,
     cache_strides,
+    check_memory,
 )
 from workers.kv_cache import KVCache
 from workers.layers.attention import SelfAttention
@@ -76,7 +78,7 @@ class CpuDecoder:
         self._logits = torch.empty(0, self._part_sizes[group.rank])
         self._max_num_tokens = max_num_tokens
         self._kv: KVCache | None = None
-        self._decoder: int | None = None
+        self._decoder: Decoder | None = None
         self._error: BaseException | None = None
 
     @property
@@ -97,7 +99,8 @@ class CpuDecoder:
         if num_tokens > len(self._hidden):
             self._hidden = torch.empty(max(num_tokens, self._max_num_tokens), self._spec.hidden_size)
         keep = self._fill_step(token_ids, positions, meta)
-        status = self._kernels.decoder_forward(self._decoder, byref(self._step))
+        assert self._decoder is not None
+        status = self._kernels.decoder_forward(self._decoder.handle, byref(self._step))
         del keep
         if status:
             self._raise(status)
@@ -111,23 +114,15 @@ class CpuDecoder:
             self._logits = torch.empty(num_rows, self._logits.shape[1])
         logits = self._logits[:num_rows]
         assert self._decoder is not None, "a step comes before its logits"
-        self._kernels.decoder_logits(
-            self._decoder, hidden.data_ptr(), hidden.stride(0), num_rows, logits.data_ptr(), self._logits.shape[1]
+        status = self._kernels.decoder_logits(
+            self._decoder.handle, hidden.data_ptr(), hidden.stride(0), num_rows, logits.data_ptr(), logits.stride(0)
         )
+        check_memory(status)
         return self._group.all_gather(logits, self._part_sizes)
 
     def make_sampler(self) -> CpuSampler:
         """Chooses tokens on the threads of the decoder, which is not at work meanwhile."""
         return CpuSampler(self._kernels, self._pool, self._spec.vocab_size)
-
-    def close(self) -> None:
-        if self._decoder is not None:
-            self._kernels.decoder_destroy(self._decoder)
-            self._decoder = None
-
-    def __del__(self) -> None:
-        if getattr(self, "_decoder", None) is not None:
-            self.close()
 
     def _pack_layer(self, packed: CLayer, layer: nn.Module) -> None:
         attention, mlp = cast(SelfAttention, layer.self_attn), cast(GatedMLP, layer.mlp)
@@ -228,17 +223,16 @@ class CpuDecoder:
 
     def _bind(self, kv: KVCache) -> None:
         """A decoder over this cache; what an earlier one worked in is given back."""
-        self.close()
+        self._decoder = self._kv = None
         for packed, k, v in zip(self._layers, kv.k, kv.v, strict=True):
             assert k.dtype == v.dtype and k.stride() == v.stride()
             packed.k_cache, packed.v_cache = k.data_ptr(), v.data_ptr()
             packed.block_stride, packed.token_stride, packed.head_stride = cache_strides(k)
         self._description.kv_block_size = kv.block_size
         self._description.kv_format = KvFormat.of(kv.k[0].dtype)
-        self._decoder = self._kernels.decoder_create(self._pool.handle, byref(self._description), self._layers)
-        if not self._decoder:
-            raise MemoryError("the CPU kernels could not allocate what they need")
-        self._kernels.decoder_reserve(self._decoder, self._max_num_tokens)
+        self._decoder = Decoder(
+            self._kernels, self._pool, self._description, self._layers, num_tokens=self._max_num_tokens
+        )
         self._kv = kv
 
     def _fill_step(self, token_ids: Tensor, positions: Tensor, meta: AttentionMetadata) -> list[Tensor]:
@@ -261,7 +255,8 @@ class CpuDecoder:
         return keep
 
     def _raise(self, status: int) -> NoReturn:
-        """Only sums over the ranks end a step."""
+        """Memory that is not there ends a step, or a sum over the ranks."""
+        check_memory(status)
         if isinstance(self._group, SharedMemoryGroup):
             self._group.check(status, "all_reduce")
         error, self._error = self._error, None

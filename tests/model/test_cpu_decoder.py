@@ -20,6 +20,7 @@ from tests.support.tiny_models import TINY_MODELS, VOCAB_SIZE
 from workers.attention.base import AttentionMetadata
 from workers.attention.reference import ReferenceBackend
 from workers.cpu_decoder import CpuDecoder
+from workers.kernels.cpu.library import check_memory
 from workers.kv_cache import KVCache
 from workers.models import CausalLM, build_model
 from workers.parallel import ParallelError, ParallelGroup, SingleProcessGroup
@@ -257,3 +258,13 @@ def test_a_peer_that_left_the_shared_memory_ends_the_step_with_its_name(variant,
     other.close()
     with pytest.raises(ParallelError, match="rank 0 of 2 lost a peer during all_reduce: rank 1 has left the group"):
         run_steps(model, cache)
+
+
+@pytest.mark.parametrize("variant", BEST)
+def test_a_step_that_there_is_no_memory_for_is_an_error_and_the_next_one_is_served(variant, tiny_checkpoint, expected):
+    model = decoder(tiny_checkpoint("smollm2"), SingleProcessGroup(), variant)
+    cache = poisoned_cache(ModelSpec.from_directory(tiny_checkpoint("smollm2")), SingleProcessGroup())
+    run_steps(model, cache)
+    with pytest.raises(MemoryError):
+        check_memory(model._kernels.decoder_reserve(model._decoder.handle, 1 << 40))
+    assert_same_logits(run_steps(model, cache), expected("smollm2"), 2e-5)

@@ -209,7 +209,7 @@ Outcome SharedGroup::sleep_until(int peer, uint32_t round, int64_t started) {
 int32_t SharedGroup::exchange(const void* data, int64_t num_bytes, uint64_t operation) {
   Seat& own = seat(rank_);
   const uint32_t round = ++round_;
-  memcpy(half(rank_, round), data, num_bytes);
+  if (num_bytes > 0) memcpy(half(rank_, round), data, num_bytes);
   own.operation[round % 2].store(operation, std::memory_order_relaxed);
   own.core.store(current_core(), std::memory_order_relaxed);
   own.round.store(round);
@@ -260,7 +260,7 @@ int32_t SharedGroup::all_gather(const uint8_t* part, int64_t num_rows, const int
   }
   for (int64_t first = 0; first < num_rows * widest; first += kHalfBytes) {
     const int64_t own = between(0, num_rows * widths[rank_] - first, kHalfBytes);
-    const int32_t status = exchange(part + first, own, kGather | num_rows * row_bytes);
+    const int32_t status = exchange(own > 0 ? part + first : nullptr, own, kGather | num_rows * row_bytes);
     if (status != 0) return fail(status);
     uint8_t* column = out;
     for (int rank = 0; rank < size_; column += widths[rank++]) {

@@ -1,5 +1,6 @@
-// The C functions that Python calls. No exception crosses this border: what can fail returns null.
-#include <new>
+// The C functions that Python calls. No exception crosses this border: what can fail returns null, or a status.
+#include <type_traits>
+#include <vector>
 
 #include "all_reduce.h"
 #include "decoder.h"
@@ -11,6 +12,8 @@ using namespace antiphon;
 
 namespace {
 
+constexpr int32_t kOutOfMemory = -1;  // the only thing that is thrown; 0 is success
+
 template <typename Make>
 auto guarded(const Make& make) -> decltype(make()) {
   try {
@@ -18,6 +21,40 @@ auto guarded(const Make& make) -> decltype(make()) {
   } catch (...) {
     return nullptr;
   }
+}
+
+template <typename Body>
+int32_t status_of(const Body& body) {
+  try {
+    if constexpr (std::is_void_v<decltype(body())>) {
+      body();
+      return 0;
+    } else {
+      return body();
+    }
+  } catch (...) {
+    return kOutOfMemory;
+  }
+}
+
+void linear(Pool& pool, const Matrix& matrix, const float* x, int64_t m, Then then, float soft_cap, float* out) {
+  constexpr int64_t kSlack = 64;  // tile registers are loaded whole
+  const int64_t k = matrix.k, padded_k = matrix.padded_k, stride = padded_k + kSlack;
+  const int num_digits = num_digits_wanted(matrix, m);
+  Buffer padded;
+  padded.reserve(m + kSlack, k);
+  std::vector<uint8_t> numbers(2 * (m + kSlack) * stride);
+  std::vector<float> scales(m);
+  std::vector<bf16> digits(num_digits * (m + kSlack) * stride);
+  for (int64_t row = 0; row < m; ++row) {
+    memcpy(padded.row(row), x + row * k, k * 4);
+    uint8_t* high = numbers.data() + 2 * row * stride;
+    scales[row] = quantize_row(padded.row(row), k, padded_k, high, high + stride);
+    split_row(padded.row(row), k, padded_k, num_digits, digits.data() + num_digits * row * stride, stride);
+  }
+  const Rows rows{padded.row(0), padded.stride(), numbers.data(), stride,
+                  scales.data(), digits.data(),   stride,         num_digits};
+  multiply(pool, matrix, rows, m, {out, matrix.out_columns, matrix.out_columns, then, soft_cap});
 }
 
 }  // namespace
@@ -72,10 +109,12 @@ int32_t antiphon_group_all_gather(SharedGroup* group, const uint8_t* part, int64
 
 Matrix* antiphon_matrix_pack(Pool* pool, int32_t format, int32_t gated, int32_t exact, const float* source, int64_t n,
                              int64_t k, int64_t stride, const float* bias) {
-  return guarded([&] { return pack(*pool, static_cast<Format>(format), gated, exact, source, n, k, stride, bias); });
+  return guarded([&] {
+    return pack(*pool, static_cast<Format>(format), gated, exact, source, n, k, stride, bias).release();
+  });
 }
 
-void antiphon_matrix_release(Matrix* matrix) { release(matrix); }
+void antiphon_matrix_release(Matrix* matrix) { delete matrix; }
 
 int64_t antiphon_matrix_bytes(const Matrix* matrix) { return matrix->bytes; }
 
@@ -87,13 +126,18 @@ Decoder* antiphon_decoder_create(Pool* pool, const Description* description, con
 
 void antiphon_decoder_destroy(Decoder* decoder) { delete decoder; }
 
-void antiphon_decoder_reserve(Decoder* decoder, int64_t num_tokens) { decoder->reserve(num_tokens); }
+int32_t antiphon_decoder_reserve(Decoder* decoder, int64_t num_tokens) {
+  return status_of([&] { decoder->reserve(num_tokens); });
+}
 
-int32_t antiphon_decoder_forward(Decoder* decoder, const Step* step) { return decoder->forward(*step); }
+// The status of a sum over the ranks, where one fails.
+int32_t antiphon_decoder_forward(Decoder* decoder, const Step* step) {
+  return status_of([&] { return decoder->forward(*step); });
+}
 
-void antiphon_decoder_logits(Decoder* decoder, const float* rows, int64_t stride, int64_t count, float* out,
-                             int64_t out_stride) {
-  decoder->logits(rows, stride, count, out, out_stride);
+int32_t antiphon_decoder_logits(Decoder* decoder, const float* rows, int64_t stride, int64_t count, float* out,
+                                int64_t out_stride) {
+  return status_of([&] { decoder->logits(rows, stride, count, out, out_stride); });
 }
 
 Sampler* antiphon_sampler_create(Pool* pool, int64_t vocab_size) {
@@ -104,31 +148,12 @@ void antiphon_sampler_destroy(Sampler* sampler) { delete sampler; }
 
 void antiphon_sampler_sample(Sampler* sampler, const SampleCall* call) { sampler->sample(*call); }
 
-// One product, for tests and measurements: x [m, k] and out [m, columns] dense.
-void antiphon_linear(Pool* pool, const Matrix* matrix, const float* x, int64_t m, int32_t then, float soft_cap,
-                     float* out) {
-  Buffer padded;
-  padded.reserve(m + 64, matrix->k);
-  for (int64_t row = 0; row < m; ++row) memcpy(padded.row(row), x + row * matrix->k, matrix->k * 4);
-  Rows rows{};
-  rows.values = padded.row(0);
-  rows.stride = padded.stride();
-  const int64_t stride = matrix->padded_k + 64;
-  std::vector<uint8_t> numbers(2 * (m + 64) * stride);
-  std::vector<float> scales(m + 64);
-  rows.num_digits = num_digits_wanted(*matrix, m);
-  std::vector<bf16> digits(rows.num_digits * (m + 64) * stride);
-  for (int64_t row = 0; row < m; ++row) {
-    uint8_t* high = numbers.data() + 2 * row * stride;
-    scales[row] = quantize_row(padded.row(row), matrix->k, matrix->padded_k, high, high + stride);
-    bf16* first = digits.data() + rows.num_digits * row * stride;
-    split_row(padded.row(row), matrix->k, matrix->padded_k, rows.num_digits, first, stride);
-  }
-  rows.numbers = numbers.data();
-  rows.scales = scales.data();
-  rows.digits = digits.data();
-  rows.numbers_stride = rows.digits_stride = stride;
-  multiply(*pool, *matrix, rows, m, {out, matrix->out_columns, matrix->out_columns, static_cast<Then>(then), soft_cap});
+// The rest is for tests and measurements: one kernel at a time.
+
+// x [m, k] and out [m, columns] dense.
+int32_t antiphon_linear(Pool* pool, const Matrix* matrix, const float* x, int64_t m, int32_t then, float soft_cap,
+                        float* out) {
+  return status_of([&] { linear(*pool, *matrix, x, m, static_cast<Then>(then), soft_cap, out); });
 }
 
 void antiphon_rms_norm(const float* x, const float* weight, int64_t count, int64_t size, float eps, float* out) {
@@ -152,12 +177,13 @@ void antiphon_store_kv(Pool* pool, const Cache* cache, const int64_t* slots, con
   });
 }
 
-// Attention of one layer with memory of its own, for the attention backend.
-void antiphon_attend(Pool* pool, const AttentionCall* call, int32_t window) {
-  AttentionScratch scratch(call->shape, pool->size());
-  AttentionPlan plan;
-  plan.make(call->shape, call->batch, window, pool->size());
-  attend(*pool, *call, plan, scratch);
+int32_t antiphon_attend(Pool* pool, const AttentionCall* call, int32_t window) {
+  return status_of([&] {
+    AttentionScratch scratch(call->shape, pool->size());
+    AttentionPlan plan;
+    plan.make(call->shape, call->batch, window, pool->size());
+    attend(*pool, *call, plan, scratch);
+  });
 }
 
 }  // extern "C"

@@ -1,9 +1,6 @@
 #include "attention.h"
 
 #include <algorithm>
-#include <cstdlib>
-
-#include "matrix.h"
 
 namespace antiphon {
 namespace {
@@ -62,14 +59,9 @@ AttentionScratch::AttentionScratch(const AttentionShape& shape, int num_threads)
   const int64_t most = std::max({tile_scratch_size(shape), amx_tile_scratch_size(shape), of_decode});
   per_thread_ = round_up<int64_t>(most, 1024);
   part_size_ = round_up<int64_t>(shape.num_heads * (shape.head_dim + 2), 16);
-  memory_ = static_cast<float*>(allocate(num_threads * per_thread_ * 4));
-  parts_ = static_cast<float*>(allocate(num_slots * part_size_ * 4));
+  memory_ = take_zeros<float>(num_threads * per_thread_);
+  parts_ = take_zeros<float>(num_slots * part_size_);
   num_finished_ = std::make_unique<std::atomic<int32_t>[]>(num_slots);
-}
-
-AttentionScratch::~AttentionScratch() {
-  free(memory_);
-  free(parts_);
 }
 
 void attend(Pool& pool, const AttentionCall& call, const AttentionPlan& plan, const AttentionScratch& scratch) {

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "kv_row.h"
+#include "memory.h"
 #include "pool.h"
 
 namespace antiphon {
@@ -54,18 +55,14 @@ class AttentionPlan {
 class AttentionScratch {
  public:
   AttentionScratch(const AttentionShape& shape, int num_threads);
-  ~AttentionScratch();
-  AttentionScratch(const AttentionScratch&) = delete;
-  AttentionScratch& operator=(const AttentionScratch&) = delete;
 
-  float* of_thread(int thread) const { return memory_ + thread * per_thread_; }
-  float* part(int64_t slot) const { return parts_ + slot * part_size_; }
+  float* of_thread(int thread) const { return memory_.get() + thread * per_thread_; }
+  float* part(int64_t slot) const { return parts_.get() + slot * part_size_; }
   std::atomic<int32_t>& num_finished(int64_t slot) const { return num_finished_[slot]; }
 
  private:
   int64_t per_thread_, part_size_;
-  float* memory_;
-  float* parts_;
+  Memory<float> memory_, parts_;
   std::unique_ptr<std::atomic<int32_t>[]> num_finished_;
 };
 
@@ -85,7 +82,8 @@ void attend(Pool& pool, const AttentionCall& call, const AttentionPlan& plan, co
 
 // The two ways, each one task with the memory of one thread (attention_decode.cpp, attention_tile.cpp).
 int64_t decode_scratch_size(const AttentionShape& shape);
-void attend_decode(const AttentionCall& call, const AttentionTask& task, float* memory, const AttentionScratch& scratch);
+void attend_decode(const AttentionCall& call, const AttentionTask& task, float* memory,
+                   const AttentionScratch& scratch);
 int64_t tile_scratch_size(const AttentionShape& shape);
 int64_t queries_per_tile(const AttentionShape& shape);
 void attend_tile(const AttentionCall& call, const AttentionTask& task, int32_t window, float* memory);

@@ -3,7 +3,7 @@
 // heads of a group are multiplied by it together.
 #include <algorithm>
 
-#include "attention.h"
+#include "attention_float.h"
 #include "attention_vnni.h"
 
 namespace antiphon {
@@ -44,46 +44,6 @@ struct DecodeMemory {
   }
 };
 
-// N: vectors per head, 0 where the count is not known when this is compiled.
-template <typename T, int R, int N>
-ANTIPHON_INLINE void score(const float* q, const T* keys, const int64_t* places, int64_t n, int64_t size, float* scores) {
-  const int64_t dim = N > 0 ? N * W : size;
-  for (int64_t i = 0; i < n; i += W) {
-    const int64_t count = std::min<int64_t>(W, n - i);
-    Vec products[R][W];
-    for (int64_t j = 0; j < count; ++j) {
-      const T* key = keys + places[i + j];
-      prefetch_row(keys + places[i + j + kRowsAhead], dim);
-      Vec sums[R];
-#pragma GCC unroll 4
-      for (int r = 0; r < R; ++r) sums[r] = Vec{};
-#pragma GCC unroll 8
-      for (int64_t d = 0; d < dim; d += W) {
-        const Vec k = load(key + d);
-#pragma GCC unroll 4
-        for (int r = 0; r < R; ++r) sums[r] += load(q + r * dim + d) * k;
-      }
-#pragma GCC unroll 4
-      for (int r = 0; r < R; ++r) products[r][j] = sums[r];
-    }
-    for (int64_t j = count; j < W; ++j) {
-      for (int r = 0; r < R; ++r) products[r][j] = Vec{};
-    }
-    for (int r = 0; r < R; ++r) store(scores + r * kKeysPerChunk + i, sum_each(products[r]));
-  }
-}
-
-// Multiplies number j of each head by scale j.
-template <int R>
-ANTIPHON_INLINE void multiply_by_scales(float* scores, const float* scales, int64_t n) {
-  for (int64_t i = 0; i < n; i += W) {
-    for (int r = 0; r < R; ++r) {
-      float* place = scores + r * kKeysPerChunk + i;
-      store(place, load(place) * load(scales + i));
-    }
-  }
-}
-
 // Scores become weights; returns by what earlier sums must be multiplied.
 ANTIPHON_INLINE float soften(float* scores, int64_t n, float soft_cap, float& largest, float& weight) {
   const int64_t padded = round_up<int64_t>(n, W);
@@ -109,32 +69,10 @@ ANTIPHON_INLINE float soften(float* scores, int64_t n, float soft_cap, float& la
   return factor;
 }
 
-template <typename T, int R, int S>
-ANTIPHON_INLINE void add_segment(const float* scores, const T* values, const int64_t* places, int64_t n, int64_t dim,
-                                 const float* factors, float* sums) {
-  Vec acc[R][S];
-#pragma GCC unroll 4
-  for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 4
-    for (int s = 0; s < S; ++s) acc[r][s] = load(sums + r * dim + s * W) * factors[r];
-  }
-  for (int64_t j = 0; j < n; ++j) {
-    const T* value = values + places[j];
-    prefetch_row(values + places[j + kRowsAhead], S * W);
-    Vec v[S];
-#pragma GCC unroll 4
-    for (int s = 0; s < S; ++s) v[s] = load(value + s * W);
-#pragma GCC unroll 4
-    for (int r = 0; r < R; ++r) {
-      const float p = scores[r * kKeysPerChunk + j];
-#pragma GCC unroll 4
-      for (int s = 0; s < S; ++s) acc[r][s] += p * v[s];
-    }
-  }
-#pragma GCC unroll 4
-  for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 4
-    for (int s = 0; s < S; ++s) store(sums + r * dim + s * W, acc[r][s]);
+template <int R>
+ANTIPHON_INLINE void soften_heads(const DecodeMemory& memory, int64_t head, int64_t n, float soft_cap, float* factors) {
+  for (int r = 0; r < R; ++r, ++head) {
+    factors[r] = soften(memory.scores + r * kKeysPerChunk, n, soft_cap, memory.largest[head], memory.weights[head]);
   }
 }
 
@@ -151,9 +89,7 @@ void add_chunk(const DecodeMemory& memory, int64_t head, const T* keys, const T*
   }
   if constexpr (kHasScale<T>) multiply_by_scales<R>(memory.scores, memory.key_scales, n);
   float factors[R];
-  for (int r = 0; r < R; ++r) {
-    factors[r] = soften(memory.scores + r * kKeysPerChunk, n, soft_cap, memory.largest[head + r], memory.weights[head + r]);
-  }
+  soften_heads<R>(memory, head, n, soft_cap, factors);
   if constexpr (kHasScale<T>) multiply_by_scales<R>(memory.scores, memory.value_scales, n);
   float* sums = memory.sums + head * dim;
   int64_t d = 0;
@@ -181,9 +117,7 @@ void add_chunk_vnni(const DecodeMemory& memory, int64_t head, const int8_t* keys
     score_vnni<R, 0>(numbers, queries, keys, memory.key_scales, memory.places, n, dim, memory.scores);
   }
   float factors[R];
-  for (int r = 0; r < R; ++r) {
-    factors[r] = soften(memory.scores + r * kKeysPerChunk, n, soft_cap, memory.largest[head + r], memory.weights[head + r]);
-  }
+  soften_heads<R>(memory, head, n, soft_cap, factors);
   add_vnni<R>(memory.scores, values, memory.value_scales, memory.places, n, dim, factors, memory.sums + head * dim);
 }
 #else
@@ -271,7 +205,9 @@ void merge_parts(const AttentionShape& shape, const AttentionTask& task, const A
       const float* part = scratch.part(task.slot + i);
       const float factor = std::exp(part[size + head] - largest);
       total += factor * part[size + shape.num_heads + head];
-      for (int64_t d = head * dim; d < (head + 1) * dim; d += W) store(out + d, load(out + d) + factor * load(part + d));
+      for (int64_t d = head * dim; d < (head + 1) * dim; d += W) {
+        store(out + d, load(out + d) + factor * load(part + d));
+      }
     }
     for (int64_t d = head * dim; d < (head + 1) * dim; d += W) store(out + d, load(out + d) * (1 / total));
   }
@@ -279,11 +215,10 @@ void merge_parts(const AttentionShape& shape, const AttentionTask& task, const A
 
 }  // namespace
 
-int64_t decode_scratch_size(const AttentionShape& shape) {
-  return DecodeMemory::num_floats(shape);
-}
+int64_t decode_scratch_size(const AttentionShape& shape) { return DecodeMemory::num_floats(shape); }
 
-void attend_decode(const AttentionCall& call, const AttentionTask& task, float* buffer, const AttentionScratch& scratch) {
+void attend_decode(const AttentionCall& call, const AttentionTask& task, float* buffer,
+                   const AttentionScratch& scratch) {
   const AttentionShape& shape = call.shape;
   const DecodeMemory memory(buffer, shape);
   const int64_t row = call.batch.first_queries[task.seq], size = shape.num_heads * shape.head_dim;

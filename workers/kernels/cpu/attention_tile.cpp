@@ -48,7 +48,10 @@ void gather_keys(const T* keys, const int64_t (&places)[W], int64_t dim, float* 
     for (int i = 0; i < W; ++i) store(columns + (d + i) * kPanel, rows[i]);
   }
   for (; d < dim; ++d) {
-    for (int j = 0; j < W; ++j) columns[d * kPanel + j] = places[j] < 0 ? 0 : to_float(keys[places[j] + d]) * row_scale(keys + places[j], dim);
+    for (int j = 0; j < W; ++j) {
+      const T* key = keys + places[j];
+      columns[d * kPanel + j] = places[j] < 0 ? 0 : to_float(key[d]) * row_scale(key, dim);
+    }
   }
 }
 
@@ -128,8 +131,8 @@ void add_row_tile(const AttentionCall& call, const TilePlace& place, int64_t row
   for (int64_t r = row; r < row + R; ++r) {
     const int64_t from = std::max<int64_t>(0, place.first_key_of(r) - start);
     const int64_t to = std::min(n, place.position_of(r) - start + 1);
-    soften_row(m.scores + r * kScoreStride, from, to, seen, call.soft_cap, m.largest[r], m.weights[r], m.sums + r * m.dim,
-               m.dim);
+    float *own_scores = m.scores + r * kScoreStride, *sums = m.sums + r * m.dim;
+    soften_row(own_scores, from, to, seen, call.soft_cap, m.largest[r], m.weights[r], sums, m.dim);
   }
   add_rows<R>(scores, seen, m.values, m.dim_panels, m.sums + row * m.dim, m.dim);
 }
@@ -144,8 +147,9 @@ constexpr RowTile row_tile_of(int64_t rows, std::integer_sequence<int, R...>) {
 
 void load_queries(const AttentionCall& call, const AttentionTask& task, const TilePlace& place, const TileMemory& m) {
   const int64_t dim = call.shape.head_dim, first = call.batch.first_queries[task.seq] + task.first;
+  const float* first_head = call.q + task.kv_head * place.group * dim;
   for (int64_t r = 0; r < place.rows; ++r) {
-    const float* q = call.q + (first + r / place.group) * call.q_stride + (task.kv_head * place.group + r % place.group) * dim;
+    const float* q = first_head + (first + r / place.group) * call.q_stride + r % place.group * dim;
     for (int64_t d = 0; d < dim; ++d) m.q[r * m.dim + d] = q[d] * call.scale;
     for (int64_t d = 0; d < m.dim; ++d) m.sums[r * m.dim + d] = 0;
     m.largest[r] = kLowest;
@@ -155,9 +159,10 @@ void load_queries(const AttentionCall& call, const AttentionTask& task, const Ti
 
 void write_out(const AttentionCall& call, const AttentionTask& task, const TilePlace& place, const TileMemory& m) {
   const int64_t dim = call.shape.head_dim, first = call.batch.first_queries[task.seq] + task.first;
+  float* first_head = call.out + task.kv_head * place.group * dim;
   for (int64_t r = 0; r < place.rows; ++r) {
     const float inverse = 1 / m.weights[r];
-    float* out = call.out + (first + r / place.group) * call.out_stride + (task.kv_head * place.group + r % place.group) * dim;
+    float* out = first_head + (first + r / place.group) * call.out_stride + r % place.group * dim;
     for (int64_t d = 0; d < dim; ++d) out[d] = m.sums[r * m.dim + d] * inverse;
   }
 }

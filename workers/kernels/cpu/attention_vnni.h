@@ -1,17 +1,18 @@
-// One query token over keys and values in int8, in integers: the instruction VPDPBUSD multiplies 64 unsigned by 64 signed
-// bytes and adds them up by fours. Widening the bytes to floats instead takes more instructions than multiplying them.
+// One query token over keys and values in int8, in integers: the instruction VPDPBUSD multiplies 64 unsigned by 64
+// signed bytes and adds them up by fours. Widening the bytes to floats instead takes more instructions than multiplying
+// them.
 //
-// Query and softmax weights are split into two numbers of 8 bits each, so that what they lose is far below what keys and
-// values in int8 have lost already. Vectors are of 16 lanes; a head is a whole number of them. Sums of up to 512 numbers
-// per head fit 32 bits with room for the worst.
+// Query and softmax weights are split into two numbers of 8 bits each, so that what they lose is far below what keys
+// and values in int8 have lost already. Vectors are of 16 lanes; a head is a whole number of them. Sums of up to 512
+// numbers per head fit 32 bits with room for the worst.
 #pragma once
 
 #include "attention.h"
 
 namespace antiphon {
 
-// q [dim] = scale * (128 * high + low). The keys will be unsigned, 128 more than they are: `zero` is what that adds to a
-// product.
+// q [dim] = scale * (128 * high + low). The keys will be unsigned, 128 more than they are: `zero` is what that adds to
+// a product.
 struct SplitQuery {
   float scale;
   int32_t zero;
@@ -77,7 +78,8 @@ ANTIPHON_INLINE void load_quads(const int8_t* keys, const int64_t* places, IVec 
   IVec rows[4][S];
 #pragma GCC unroll 4
   for (int i = 0; i < 4; ++i) {
-    const int8_t *a = keys + places[i], *b = keys + places[i + 4], *c = keys + places[i + 8], *d = keys + places[i + 12];
+    const int8_t *a = keys + places[i], *b = keys + places[i + 4];
+    const int8_t *c = keys + places[i + 8], *d = keys + places[i + 12];
 #pragma GCC unroll 4
     for (int s = 0; s < S; ++s) rows[i][s] = load_pieces(a + 16 * s, b + 16 * s, c + 16 * s, d + 16 * s);
   }
@@ -115,8 +117,8 @@ ANTIPHON_INLINE void add_score_segment(const int8_t* queries, int64_t dim, const
 // Scores [R, kKeysPerChunk]. `places` go on for kRowsAhead past n, with real ones; `scales` to a multiple of W, with
 // anything. N: vectors per head, 0 where the count is not known when this is compiled.
 template <int R, int N>
-ANTIPHON_INLINE void score_vnni(const int8_t* numbers, const SplitQuery* queries, const int8_t* keys, const float* scales,
-                                const int64_t* places, int64_t n, int64_t size, float* scores) {
+ANTIPHON_INLINE void score_vnni(const int8_t* numbers, const SplitQuery* queries, const int8_t* keys,
+                                const float* scales, const int64_t* places, int64_t n, int64_t size, float* scores) {
   const int64_t dim = N > 0 ? N * W : size;
   for (int64_t i = 0; i < n; i += W) {
 #pragma GCC unroll 16
@@ -160,8 +162,10 @@ ANTIPHON_INLINE void interleave(const int8_t* values, const int64_t* places, IVe
     IVec rows[4];
 #pragma GCC unroll 4
     for (int i = 0; i < 4; ++i) memcpy(&rows[i], values + places[i], sizeof rows[i]);
-    const IVec low01 = ANTIPHON_UNPACK("l", "bw", rows[0], rows[1]), low23 = ANTIPHON_UNPACK("l", "bw", rows[2], rows[3]);
-    const IVec high01 = ANTIPHON_UNPACK("h", "bw", rows[0], rows[1]), high23 = ANTIPHON_UNPACK("h", "bw", rows[2], rows[3]);
+    const IVec low01 = ANTIPHON_UNPACK("l", "bw", rows[0], rows[1]);
+    const IVec low23 = ANTIPHON_UNPACK("l", "bw", rows[2], rows[3]);
+    const IVec high01 = ANTIPHON_UNPACK("h", "bw", rows[0], rows[1]);
+    const IVec high23 = ANTIPHON_UNPACK("h", "bw", rows[2], rows[3]);
     out[0] = ANTIPHON_UNPACK("l", "wd", low01, low23);
     out[1] = ANTIPHON_UNPACK("h", "wd", low01, low23);
     out[2] = ANTIPHON_UNPACK("l", "wd", high01, high23);
@@ -196,7 +200,8 @@ ANTIPHON_INLINE void in_order(Vec (&x)[S]) {
 // sums [R][dim], S vectors of each: sums * factor + weights * values.
 template <int R, int S>
 ANTIPHON_INLINE void add_segment_vnni(const uint8_t* weights, const float* steps, const int8_t* values,
-                                      const int64_t* places, int64_t n, int64_t dim, const float* factors, float* sums) {
+                                      const int64_t* places, int64_t n, int64_t dim, const float* factors,
+                                      float* sums) {
   IVec high[R][S], low[R][S];
 #pragma GCC unroll 4
   for (int r = 0; r < R; ++r) {

@@ -1,4 +1,4 @@
-// What the machine can do at best, for measurements to be compared with: multiply-adds in registers, and reading memory.
+// What the machine can do at best, for measurements to be compared with: multiply-adds in registers, reading memory.
 #include "gemm.h"
 
 using namespace antiphon;

@@ -1,7 +1,6 @@
 #include "decoder.h"
 
 #include <algorithm>
-#include <cstdlib>
 
 #include "layer_ops.h"
 #include "quantize.h"
@@ -14,14 +13,13 @@ constexpr int64_t kFloatsWorthSharing = 12288;  // fewer, and waking a helper ta
 
 }  // namespace
 
-Buffer::~Buffer() { free(data_); }
-
 void Buffer::reserve(int64_t rows, int64_t width) {
   if (rows <= rows_) return;
-  free(data_);
-  rows_ = rows;
+  data_.reset();
+  rows_ = 0;
   stride_ = round_up<int64_t>(width, 32) + 16;
-  data_ = static_cast<float*>(allocate(rows * stride_ * 4));
+  data_ = take_zeros<float>(rows * stride_);
+  rows_ = rows;
 }
 
 Decoder::Decoder(Pool& pool, const Description& description, const Layer* layers)
@@ -41,7 +39,7 @@ Decoder::Decoder(Pool& pool, const Description& description, const Layer* layers
 
 void Decoder::reserve(int64_t num_tokens) {
   if (num_tokens <= capacity_) return;
-  capacity_ = num_tokens;
+  capacity_ = 0;  // until all of it is there
   const Description& d = description_;
   const int64_t rows = num_tokens + kRowsOfSlack, heads = (d.num_heads + 2 * d.num_kv_heads) * d.head_dim;
   residual_.reserve(rows, d.hidden);
@@ -56,9 +54,10 @@ void Decoder::reserve(int64_t num_tokens) {
   }
   const int64_t widest = std::max({d.hidden, d.num_heads * d.head_dim, d.inner});
   operand_stride_ = round_up<int64_t>(widest, 64) + 64;
-  numbers_ = std::make_unique<uint8_t[]>(2 * rows * operand_stride_);
-  scales_ = std::make_unique<float[]>(rows);
-  if (amx_available()) digits_ = std::make_unique<bf16[]>(kMostDigits * rows * operand_stride_);
+  numbers_ = take<uint8_t>(2 * rows * operand_stride_);
+  scales_ = take<float>(rows);
+  if (amx_available()) digits_ = take<bf16>(kMostDigits * rows * operand_stride_);
+  capacity_ = num_tokens;
 }
 
 template <typename Body>

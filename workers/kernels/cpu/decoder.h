@@ -5,11 +5,11 @@
 #pragma once
 
 #include <cstdint>
-#include <memory>
 #include <vector>
 
 #include "attention.h"
 #include "gemm.h"
+#include "memory.h"
 
 namespace antiphon {
 
@@ -59,13 +59,12 @@ struct Step {
 // Zeroed rows, `stride` floats apart: a multiple of kPanel and a little more, so that rows do not share cache sets.
 class Buffer {
  public:
-  ~Buffer();
   void reserve(int64_t rows, int64_t width);
-  float* row(int64_t i) const { return data_ + i * stride_; }
+  float* row(int64_t i) const { return data_.get() + i * stride_; }
   int64_t stride() const { return stride_; }
 
  private:
-  float* data_ = nullptr;
+  Memory<float> data_;
   int64_t rows_ = 0, stride_ = 0;
 };
 
@@ -73,7 +72,8 @@ class Decoder {
  public:
   Decoder(Pool& pool, const Description& description, const Layer* layers);
 
-  // Memory for steps of so many tokens; a larger step takes more when it comes.
+  // Memory for steps of so many tokens; a larger step takes more when it comes. Throws std::bad_alloc, as do the two
+  // below.
   void reserve(int64_t num_tokens);
   int32_t forward(const Step& step);
   // rows [count, hidden], `stride` apart -> logits [count, this rank's part of the vocabulary].
@@ -101,9 +101,9 @@ class Decoder {
   std::vector<int32_t> plan_of_layer_;
   int64_t capacity_ = 0;
   Buffer residual_, normed_, qkv_, attended_, inner_, delta_, cosines_[2], sines_[2];
-  std::unique_ptr<uint8_t[]> numbers_;
-  std::unique_ptr<float[]> scales_;
-  std::unique_ptr<bf16[]> digits_;
+  Memory<uint8_t> numbers_;  // of all of this a step touches what its matrices ask for
+  Memory<float> scales_;
+  Memory<bf16> digits_;
   int64_t operand_stride_ = 0;
 };
 

@@ -32,8 +32,8 @@ ANTIPHON_INLINE void write(const Output& out, float* row, int64_t column, Vec v)
 // tile it costs little, and a copy for each number of rows costs the build seconds.
 __attribute__((noinline)) void finish(const Matrix& m, int64_t panel, const Output& out, int64_t row, Vec c0, Vec c1) {
   if (m.bias != nullptr) {
-    c0 += load(m.bias + panel * kPanel);
-    c1 += load(m.bias + panel * kPanel + W);
+    c0 += load(m.bias.get() + panel * kPanel);
+    c1 += load(m.bias.get() + panel * kPanel + W);
   }
   float* target = out.data + row * out.stride;
   if (m.gated) {
@@ -84,8 +84,8 @@ ANTIPHON_INLINE void dequantise(const Matrix& m, int64_t panel, float row_scale,
                                 const IVec (&low)[2], Vec& c0, Vec& c1) {
   IVec corrections[2];
   Vec scales[2], results[2];
-  memcpy(corrections, m.corrections + panel * kPanel, sizeof corrections);
-  memcpy(scales, m.scales + panel * kPanel, sizeof scales);
+  memcpy(corrections, m.corrections.get() + panel * kPanel, sizeof corrections);
+  memcpy(scales, m.scales.get() + panel * kPanel, sizeof scales);
   for (int i = 0; i < 2; ++i) {
     const Vec upper = __builtin_convertvector(high[i] - corrections[i], Vec) * kHighUnit;
     results[i] = (upper + __builtin_convertvector(low[i] - corrections[i], Vec)) * (scales[i] * row_scale);

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import weakref
-from ctypes import POINTER, Structure, c_char_p, c_double, c_float, c_int32, c_int64, c_void_p
+from ctypes import POINTER, Array, Structure, byref, c_char_p, c_double, c_float, c_int32, c_int64, c_void_p
 from enum import IntEnum
 from pathlib import Path
 from typing import Any
@@ -157,20 +157,24 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "matrix_row": (None, [c_void_p, c_int64, c_void_p]),
     "decoder_create": (c_void_p, [c_void_p, POINTER(CDescription), POINTER(CLayer)]),
     "decoder_destroy": (None, [c_void_p]),
-    "decoder_reserve": (None, [c_void_p, c_int64]),
+    "decoder_reserve": (c_int32, [c_void_p, c_int64]),
     "decoder_forward": (c_int32, [c_void_p, POINTER(CStep)]),
-    "decoder_logits": (None, [c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_int64]),
+    "decoder_logits": (c_int32, [c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_int64]),
     "sampler_create": (c_void_p, [c_void_p, c_int64]),
     "sampler_destroy": (None, [c_void_p]),
     "sampler_sample": (None, [c_void_p, POINTER(CSampleCall)]),
-    "linear": (None, [c_void_p, c_void_p, c_void_p, c_int64, c_int32, c_float, c_void_p]),
+    "linear": (c_int32, [c_void_p, c_void_p, c_void_p, c_int64, c_int32, c_float, c_void_p]),
     "rms_norm": (None, [c_void_p, c_void_p, c_int64, c_int64, c_float, c_void_p]),
     "rotate": (None, [c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int64]),
     "store_kv": (None, [c_void_p, POINTER(CCache), *[c_void_p] * 3, *[c_int64] * 5]),
-    "attend": (None, [c_void_p, POINTER(CAttentionCall), c_int32]),
+    "attend": (c_int32, [c_void_p, POINTER(CAttentionCall), c_int32]),
     "multiply_add": (c_double, [c_void_p, c_int64]),
     "read": (None, [c_void_p, c_void_p, c_int64]),
 }
+
+
+_OUT_OF_MEMORY = -1  # a status; kOutOfMemory in api.cpp
+_NO_MEMORY = "the CPU kernels could not allocate what they need"
 
 
 class CpuKernels:
@@ -259,6 +263,17 @@ class SharedGroup:
         self.handle = _owned(self, handle, kernels.group_destroy)
 
 
+class Decoder:
+    """A model's layers over one cache, with memory for steps of `num_tokens`. What they point to must outlive it."""
+
+    def __init__(
+        self, kernels: CpuKernels, pool: Pool, description: CDescription, layers: Array[CLayer], *, num_tokens: int
+    ) -> None:
+        handle = kernels.decoder_create(pool.handle, byref(description), layers)
+        self.handle = _owned(self, handle, kernels.decoder_destroy)
+        check_memory(kernels.decoder_reserve(self.handle, num_tokens))
+
+
 class Sampler:
     """Memory for drawing tokens on the pool's threads; lives no longer than the pool, which the caller keeps."""
 
@@ -269,10 +284,16 @@ class Sampler:
 def _owned(owner: object, handle: int | None, destroy: Any) -> int:
     """The handle, destroyed when its owner is."""
     if not handle:
-        raise MemoryError("the CPU kernels could not allocate what they need")
+        raise MemoryError(_NO_MEMORY)
     # Not at the end of the process: a daemon thread may be in the middle of a step.
     weakref.finalize(owner, destroy, handle).atexit = False
     return handle
+
+
+def check_memory(status: int) -> None:
+    """Raises MemoryError: the function that returned `status` could not allocate what it needs."""
+    if status == _OUT_OF_MEMORY:
+        raise MemoryError(_NO_MEMORY)
 
 
 def cache_strides(cache: Tensor) -> tuple[int, int, int]:

@@ -1,7 +1,6 @@
 #include "matrix.h"
 
 #include <cmath>
-#include <cstdlib>
 
 #include "quantize.h"
 
@@ -91,8 +90,8 @@ void pack_half(Matrix& m, int64_t panel, int first, const float* source, int64_t
       const Vec scales = scales_of(columns, m.k);
       columns.inverse_scales = 1.0f / scales;
       const IVec corrections = pack_columns<Format::kInt8>(columns, m.k, m.padded_k, words) * kActivationZero;
-      memcpy(m.scales + panel * kPanel + first, &scales, sizeof scales);
-      memcpy(m.corrections + panel * kPanel + first, &corrections, sizeof corrections);
+      memcpy(m.scales.get() + panel * kPanel + first, &scales, sizeof scales);
+      memcpy(m.corrections.get() + panel * kPanel + first, &corrections, sizeof corrections);
       break;
     }
   }
@@ -106,9 +105,9 @@ void for_each_place(const Matrix& m, int lane, const Read& read) {
 
 }  // namespace
 
-Matrix* pack(Pool& pool, Format format, bool gated, bool exact, const float* source, int64_t n, int64_t k,
-             int64_t stride, const float* bias) {
-  auto* m = new Matrix{};
+std::unique_ptr<Matrix> pack(Pool& pool, Format format, bool gated, bool exact, const float* source, int64_t n,
+                             int64_t k, int64_t stride, const float* bias) {
+  auto m = std::make_unique<Matrix>();
   m->format = format;
   m->gated = gated;
   m->exact = exact;
@@ -122,10 +121,10 @@ Matrix* pack(Pool& pool, Format format, bool gated, bool exact, const float* sou
   m->bytes = lanes * m->padded_k * width;
   m->memory = take_piece(m->bytes);  // its padding is packed too
   m->data = m->memory.get();
-  if (bias != nullptr) m->bias = static_cast<float*>(allocate(lanes * 4));
+  if (bias != nullptr) m->bias = take_zeros<float>(lanes);
   if (format == Format::kInt8) {
-    m->scales = static_cast<float*>(allocate(lanes * 4));
-    m->corrections = static_cast<int32_t*>(allocate(lanes * 4));
+    m->scales = take<float>(lanes);
+    m->corrections = take<int32_t>(lanes);
   }
   pool.run_ranges(m->num_panels, 1, [&](int64_t first, int64_t last, int) {
     for (int64_t panel = first; panel < last; ++panel) {
@@ -138,14 +137,6 @@ Matrix* pack(Pool& pool, Format format, bool gated, bool exact, const float* sou
     }
   });
   return m;
-}
-
-void release(Matrix* m) {
-  if (m == nullptr) return;
-  free(m->bias);
-  free(m->scales);
-  free(m->corrections);
-  delete m;
 }
 
 void unpack_row(const Matrix& m, int64_t row, float* out) {

@@ -30,9 +30,9 @@ struct Matrix {
   std::shared_ptr<char> memory;
   void* data;  // its start
   int64_t bytes;
-  float* bias;           // [num_panels * kPanel] in packed order, or null
-  float* scales;         // int8: weight = scale * number, per output
-  int32_t* corrections;  // int8: what the zero point of the activations adds to each sum
+  Memory<float> bias;           // [num_panels * kPanel] in packed order, or null
+  Memory<float> scales;         // int8: weight = scale * number, per output
+  Memory<int32_t> corrections;  // int8: what the zero point of the activations adds to each sum
 
   int64_t padded_columns() const { return num_panels * (gated ? W : kPanel); }
   // The row of the unpacked matrix behind column `lane` of `panel`, -1 for padding.
@@ -44,9 +44,8 @@ struct Matrix {
 };
 
 // Rows of `source` are `stride` apart. `bias` [n] may be null.
-Matrix* pack(Pool& pool, Format format, bool gated, bool exact, const float* source, int64_t n, int64_t k,
-             int64_t stride, const float* bias);
-void release(Matrix* matrix);
+std::unique_ptr<Matrix> pack(Pool& pool, Format format, bool gated, bool exact, const float* source, int64_t n,
+                             int64_t k, int64_t stride, const float* bias);
 
 // Row `row` of the unpacked matrix, for embeddings that share the output head's weights.
 void unpack_row(const Matrix& matrix, int64_t row, float* out);

@@ -1,7 +1,5 @@
 #include "memory.h"
 
-#include <cstdlib>
-#include <cstring>
 #include <mutex>
 #include <new>
 
@@ -19,15 +17,14 @@ constexpr int64_t kSlab = 32 * kHugePage;  // what no piece has touched takes no
 
 }  // namespace
 
-void* allocate(int64_t bytes, bool zeroed) {
+void* allocate(int64_t bytes) {
   const int64_t alignment = bytes >= kHugePage ? kHugePage : 64;
   const int64_t rounded = round_up<int64_t>(bytes > 0 ? bytes : 1, alignment);
   void* memory = aligned_alloc(alignment, rounded);
-  if (memory == nullptr) return nullptr;
+  if (memory == nullptr) throw std::bad_alloc();
 #if defined(__linux__) && defined(MADV_HUGEPAGE)
   if (alignment == kHugePage) madvise(memory, rounded, MADV_HUGEPAGE);
 #endif
-  if (zeroed) memset(memory, 0, rounded);
   return memory;
 }
 
@@ -40,8 +37,7 @@ std::shared_ptr<char> take_piece(int64_t bytes) {
   std::shared_ptr<char> slab = current.lock();
   if (slab == nullptr || used + size > kSlab) {
     const int64_t slab_size = size > kSlab ? size : kSlab;
-    slab.reset(static_cast<char*>(allocate(slab_size, false)), free);
-    if (slab == nullptr) throw std::bad_alloc();
+    slab.reset(static_cast<char*>(allocate(slab_size)), free);
     if (size >= kSlab) return slab;  // it has a slab of its own
     current = slab;
     used = 0;

@@ -47,9 +47,10 @@ ANTIPHON_INLINE float quantize_row(const float* x, int64_t k, int64_t padded_k, 
   return scale;
 }
 
-// x [k] as bfloat16 numbers whose sum it is: each takes 8 more bits, so three of them hold a float32 as it is. The row of
-// each digit is `stride` after the last, 0 from k to padded_k. x is readable, as 0, up to a multiple of W.
-ANTIPHON_INLINE void split_row(const float* x, int64_t k, int64_t padded_k, int num_digits, bf16* digits, int64_t stride) {
+// x [k] as bfloat16 numbers whose sum it is: each takes 8 more bits, so three of them hold a float32 as it is. The row
+// of each digit is `stride` after the last, 0 from k to padded_k. x is readable, as 0, up to a multiple of W.
+ANTIPHON_INLINE void split_row(const float* x, int64_t k, int64_t padded_k, int num_digits, bf16* digits,
+                               int64_t stride) {
   const int64_t vectors = round_up<int64_t>(k, W);
   for (int64_t i = 0; i < padded_k; i += W) {
     Vec rest = i < vectors ? load(x + i) : Vec{};

@@ -3,10 +3,9 @@
 #pragma once
 
 #include <cstdint>
-#include <cstdlib>
-#include <memory>
 #include <vector>
 
+#include "memory.h"
 #include "pool.h"
 
 namespace antiphon {
@@ -35,15 +34,11 @@ class Sampler {
   void sample(const SampleCall& call);
 
  private:
-  struct Free {
-    void operator()(float* memory) const { free(memory); }
-  };
-
   int64_t draw(const SampleCall& call, int64_t index, int64_t row, int thread);
 
   Pool& pool_;
   const int64_t vocab_size_;
-  std::vector<std::unique_ptr<float[], Free>> memory_;  // of each thread
+  std::vector<Memory<float>> memory_;  // of each thread
 };
 
 }  // namespace antiphon

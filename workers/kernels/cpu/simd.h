@@ -178,9 +178,9 @@ ANTIPHON_INLINE uint32_t lanes(IVec truth) {
 
 constexpr float kRoundingMagic = 12582912.0f;  // 1.5 * 2^23: adding it leaves the rounded integer in the low bits
 
-// Nearest integer of |x| < 2^22, ties to even.
+// Nearest integer of |x| < 2^22, ties to even; of any other x some integer. Unsigned, where a difference may go around.
 ANTIPHON_INLINE IVec round_to_int(Vec x) {
-  return reinterpret_cast<IVec>(x + kRoundingMagic) - 0x4b400000;
+  return reinterpret_cast<IVec>(reinterpret_cast<UVec>(x + kRoundingMagic) - 0x4b400000u);
 }
 
 // e^x for x <= 88, within 2 ulp: 2^n e^r with |r| <= ln(2) / 2, e^r by its Taylor series. 0 below -87.
@@ -197,7 +197,7 @@ ANTIPHON_INLINE Vec vexp_bounded(Vec x) {
   p = p * r + 0.5f;
   p = p * r + 1.0f;
   p = p * r + 1.0f;
-  IVec exponent = (reinterpret_cast<IVec>(shifted) + (127 - 0x4b400000)) << 23;
+  UVec exponent = (reinterpret_cast<UVec>(shifted) - (0x4b400000u - 127)) << 23;  // far below -87: anything
   return x < -87.0f ? Vec{} : p * reinterpret_cast<Vec>(exponent);
 }
 
