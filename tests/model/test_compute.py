@@ -72,6 +72,16 @@ def test_without_a_compiler_pytorch_computes_and_the_log_says_why(directory, no_
     assert "no C++ compiler (no-such-compiler); install g++" in caplog.text
 
 
+def test_clang_is_not_taken_for_a_compiler_of_the_kernels(monkeypatch, tmp_path):
+    clang = tmp_path / "clang++"
+    clang.write_text("#!/bin/sh\n")
+    clang.chmod(0o755)
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(KernelsUnavailable, match=r"install g\+\+ 11 or newer"):
+        kernel_build.find_compiler()
+
+
 def test_pytorch_computes_where_it_is_asked_for(directory, caplog):
     caplog.set_level(logging.INFO)
     assert isinstance(choose(directory, cpu_kernels="pytorch"), CausalLM)
