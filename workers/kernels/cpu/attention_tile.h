@@ -34,8 +34,8 @@ struct TilePlace {
 };
 
 // Scores [0, seen) of one row become weights, 0 outside [from, to); the row's sums are brought to the new maximum.
-inline void soften_row(float* scores, int64_t from, int64_t to, int64_t seen, float soft_cap, float& largest, float& weight,
-                float* sums, int64_t dim) {
+inline void soften_row(float* scores, int64_t from, int64_t to, int64_t seen, float soft_cap, float& largest,
+                       float& weight, float* sums, int64_t dim) {
   const int64_t padded = round_up<int64_t>(seen, W);
   if (from >= to) {
     for (int64_t i = 0; i < padded; i += W) store(scores + i, Vec{});

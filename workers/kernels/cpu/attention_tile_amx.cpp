@@ -1,6 +1,6 @@
 // The same tiles in the tile registers of AMX, over keys and values that bfloat16 holds exactly: their own numbers, or
-// those of int8, whose scales are multiplied into scores and weights. Queries and softmax weights are sums of two bfloat16
-// numbers, so nothing is lost that the vectors of attention_tile.cpp would keep.
+// those of int8, whose scales are multiplied into scores and weights. Queries and softmax weights are sums of two
+// bfloat16 numbers: 16 bits of each, so next to nothing is lost of what the vectors of attention_tile.cpp keep.
 #include "amx.h"
 #include "attention_tile.h"
 #include "gemm.h"
@@ -159,7 +159,8 @@ void add_row_block(const AttentionCall& call, const TilePlace& place, int64_t ro
   }
 }
 
-void load_queries(const AttentionCall& call, const AttentionTask& task, const TilePlace& place, const AmxTileMemory& m) {
+void load_queries(const AttentionCall& call, const AttentionTask& task, const TilePlace& place,
+                  const AmxTileMemory& m) {
   const int64_t dim = call.shape.head_dim, first = call.batch.first_queries[task.seq] + task.first;
   const float* first_head = call.q + task.kv_head * place.group * dim;
   for (int64_t r = 0; r < place.rows; ++r) {

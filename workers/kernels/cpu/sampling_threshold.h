@@ -1,5 +1,5 @@
-// Where top-k and top-p cut a row of logits, found by counting and weighing instead of sorting. Knows neither how tokens
-// are weighed nor how one is drawn.
+// Where top-k and top-p cut a row of logits, found by counting and weighing instead of sorting. Knows neither how
+// tokens are weighed nor how one is drawn.
 #pragma once
 
 #include <cstring>
