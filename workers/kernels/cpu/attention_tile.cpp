@@ -157,16 +157,6 @@ void load_queries(const AttentionCall& call, const AttentionTask& task, const Ti
   }
 }
 
-void write_out(const AttentionCall& call, const AttentionTask& task, const TilePlace& place, const TileMemory& m) {
-  const int64_t dim = call.shape.head_dim, first = call.batch.first_queries[task.seq] + task.first;
-  float* first_head = call.out + task.kv_head * place.group * dim;
-  for (int64_t r = 0; r < place.rows; ++r) {
-    const float inverse = 1 / m.weights[r];
-    float* out = first_head + (first + r / place.group) * call.out_stride + r % place.group * dim;
-    for (int64_t d = 0; d < dim; ++d) out[d] = m.sums[r * m.dim + d] * inverse;
-  }
-}
-
 }  // namespace
 
 int64_t queries_per_tile(const AttentionShape& shape) {
@@ -193,7 +183,7 @@ void attend_tile(const AttentionCall& call, const AttentionTask& task, int32_t w
       row_tile_of(rows, std::make_integer_sequence<int, kMaxTileRows>())(call, place, row, start, n, memory);
     }
   }
-  write_out(call, task, place, memory);
+  write_tile(call, task, place, memory.sums, memory.dim, memory.weights);
 }
 
 }  // namespace antiphon

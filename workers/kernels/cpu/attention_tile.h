@@ -33,6 +33,18 @@ struct TilePlace {
   }
 };
 
+// Sums [rows], `stride` apart, over their weights, to where the tile's rows lie.
+inline void write_tile(const AttentionCall& call, const AttentionTask& task, const TilePlace& place, const float* sums,
+                       int64_t stride, const float* weights) {
+  const int64_t dim = call.shape.head_dim, first = call.batch.first_queries[task.seq] + task.first;
+  float* first_head = call.out + task.kv_head * place.group * dim;
+  for (int64_t r = 0; r < place.rows; ++r, sums += stride) {
+    const float inverse = 1 / weights[r];
+    float* out = first_head + (first + r / place.group) * call.out_stride + r % place.group * dim;
+    for (int64_t d = 0; d < dim; ++d) out[d] = sums[d] * inverse;
+  }
+}
+
 // Scores [0, seen) of one row become weights, 0 outside [from, to); the row's sums are brought to the new maximum.
 inline void soften_row(float* scores, int64_t from, int64_t to, int64_t seen, float soft_cap, float& largest,
                        float& weight, float* sums, int64_t dim) {

@@ -174,16 +174,6 @@ void load_queries(const AttentionCall& call, const AttentionTask& task, const Ti
   }
 }
 
-void write_out(const AttentionCall& call, const AttentionTask& task, const TilePlace& place, const AmxTileMemory& m) {
-  const int64_t dim = call.shape.head_dim, first = call.batch.first_queries[task.seq] + task.first;
-  float* first_head = call.out + task.kv_head * place.group * dim;
-  for (int64_t r = 0; r < place.rows; ++r) {
-    const float inverse = 1 / m.weights[r];
-    float* out = first_head + (first + r / place.group) * call.out_stride + r % place.group * dim;
-    for (int64_t d = 0; d < dim; d += W) store(out + d, load(m.sums + r * dim + d) * inverse);
-  }
-}
-
 }  // namespace
 
 bool serves_amx_tiles(const AttentionShape& shape, KvFormat format) {
@@ -211,7 +201,7 @@ void attend_tile_amx(const AttentionCall& call, const AttentionTask& task, int32
     }
   };
   call.cache.format == KvFormat::kInt8 ? add_chunks(int8_t{}) : add_chunks(bf16{});
-  write_out(call, task, place, memory);
+  write_tile(call, task, place, memory.sums, call.shape.head_dim, memory.weights);
 }
 
 #else
