@@ -67,17 +67,24 @@ class EngineFacts:
 
 
 class _Said(logging.Handler):
-    """Keeps what the modules of `workers` tell the log, until the driver asks for it."""
+    """Keeps what the modules of `workers` tell the log, for the driver to ask for, until it is closed."""
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)
         self.lines: list[str] = []
-        logger = logging.getLogger("workers")
-        logger.setLevel(logging.INFO)
-        logger.addHandler(self)
+        self._logger = logging.getLogger("workers")
+        self._level_before = self._logger.level
+        self._logger.setLevel(logging.INFO)
+        self._logger.addHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
         self.lines.append(record.getMessage())
+
+    def close(self) -> None:
+        """From here on nobody asks: lines go where they went before."""
+        self._logger.removeHandler(self)
+        self._logger.setLevel(self._level_before)
+        super().close()
 
 
 class WorkerActor:
@@ -179,6 +186,7 @@ class WorkerActor:
             engine_epoch=engine_epoch,
             config=self.config.cluster,
         )
+        self._said.close()
         _settle()
         try:
             if self.worker.device.type == "cuda":

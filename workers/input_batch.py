@@ -151,8 +151,7 @@ class InputBatch:
         seq_lens = last.seq_lens + np.int32(1)
         check_room(table, last.slots, seq_lens)
         positions = last.seq_lens.astype(np.int64)
-        places = table.block_table[last.slots, positions // table.block_size].astype(np.int64) * table.block_size
-        places += positions % table.block_size
+        places = table.places_of(last.slots, positions)
         lens_there, positions_there, places_there = upload((seq_lens, positions, places), self.device)
         max_seqlen = int(seq_lens.max(initial=0))
         return replace(
@@ -223,8 +222,7 @@ class InputBatch:
         table = self.table
         token_ids = table.token_ids[owners, positions].astype(np.int64)
         token_ids[len(token_ids) - len(decode_tokens) :] = decode_tokens
-        places = table.block_table[owners, positions // table.block_size].astype(np.int64) * table.block_size
-        places += positions % table.block_size
+        places = table.places_of(owners, positions)
         rope_lens = np.maximum(table.num_prompt[owners], positions + 1)[: len(owners) * self.dynamic_rope]
         return token_ids, positions, places, rope_lens
 

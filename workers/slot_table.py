@@ -71,6 +71,11 @@ class SlotTable:
         self.num_seq_blocks[slots[firsts]] += counts.astype(np.int32)
         return slots.astype(np.int64), columns.astype(np.int64), blocks
 
+    def places_of(self, slots: Int32, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Where the tokens at `positions` of `slots`, one each, lie in the KV cache."""
+        blocks = self.block_table[slots, positions // self.block_size].astype(np.int64)
+        return blocks * self.block_size + positions % self.block_size
+
     def note_sampled(self, slots: Int32, positions: Int32, seq_ids: NDArray[np.int64], tokens: Int32) -> None:
         """Tokens sampled at `positions` of `seq_ids` have reached the host. Slots that changed hands are left alone."""
         same = (self.seq_ids[slots] == seq_ids) & (self.num_known[slots] == positions)

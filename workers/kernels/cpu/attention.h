@@ -6,6 +6,7 @@
 #pragma once
 
 #include <atomic>
+#include <limits>
 #include <memory>
 #include <vector>
 
@@ -78,6 +79,26 @@ struct AttentionCall {
   float soft_cap;  // 0: none
 };
 
+// Where a sequence's keys lie in the cache, one after the other.
+class KeyPlaces {
+ public:
+  KeyPlaces(const AttentionCall& call, int32_t seq, int64_t first)
+      : cache_(call.cache),
+        block_(call.batch.block_tables + seq * call.batch.block_table_stride + first / call.cache.block_size),
+        offset_(first % call.cache.block_size) {}
+
+  int64_t next() {
+    const int64_t place = *block_ * cache_.block_stride + offset_ * cache_.token_stride;
+    if (++offset_ == cache_.block_size) ++block_, offset_ = 0;
+    return place;
+  }
+
+ private:
+  const Cache& cache_;
+  const int32_t* block_;
+  int64_t offset_;
+};
+
 void attend(Pool& pool, const AttentionCall& call, const AttentionPlan& plan, const AttentionScratch& scratch);
 
 // The two ways, each one task with the memory of one thread (attention_decode.cpp, attention_tile.cpp).
@@ -95,6 +116,7 @@ void attend_tile_amx(const AttentionCall& call, const AttentionTask& task, int32
 // Whole vectors: what the decode way needs of a head.
 inline bool decodes_directly(const AttentionShape& shape) { return shape.head_dim % W == 0; }
 
+constexpr float kLowest = -std::numeric_limits<float>::infinity();
 constexpr int64_t kKeysPerChunk = 128;  // keys whose scores are held at a time
 constexpr int64_t kRowsAhead = 32;      // rows between the one at hand and the one being fetched
 

@@ -10,7 +10,6 @@ namespace antiphon {
 namespace {
 
 constexpr int kHeadsAtOnce = 4;
-constexpr float kLowest = -std::numeric_limits<float>::infinity();
 
 struct DecodeMemory {
   float* q;         // [H, D], scaled
@@ -140,17 +139,13 @@ void add_heads(const DecodeMemory& memory, int64_t head, const T* keys, const T*
 template <typename T>
 void add_keys(const AttentionCall& call, const AttentionTask& task, const DecodeMemory& memory) {
   const AttentionShape& shape = call.shape;
-  const int32_t* blocks = call.batch.block_tables + task.seq * call.batch.block_table_stride;
-  const int64_t block_size = call.cache.block_size, group = shape.group(), dim = shape.head_dim;
+  const int64_t group = shape.group(), dim = shape.head_dim;
   const int64_t batches = (group + kHeadsAtOnce - 1) / kHeadsAtOnce;
   for (int64_t start = task.first; start < task.last; start += kKeysPerChunk) {
     const int64_t n = std::min<int64_t>(kKeysPerChunk, task.last - start);
-    int64_t block = start / block_size, offset = start % block_size;
+    KeyPlaces places(call, task.seq, start);
     const int64_t num_places = std::min<int64_t>(n + kRowsAhead, task.last - start);
-    for (int64_t j = 0; j < num_places; ++j) {
-      memory.places[j] = blocks[block] * call.cache.block_stride + offset * call.cache.token_stride;
-      if (++offset == block_size) ++block, offset = 0;
-    }
+    for (int64_t j = 0; j < num_places; ++j) memory.places[j] = places.next();
     for (int64_t j = num_places; j < round_up<int64_t>(n, W) + kRowsAhead; ++j) memory.places[j] = memory.places[n - 1];
     for (int64_t kv_head = 0; kv_head < shape.num_kv_heads; ++kv_head) {
       const T* keys = static_cast<const T*>(call.cache.k) + kv_head * call.cache.head_stride;

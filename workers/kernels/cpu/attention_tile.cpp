@@ -72,18 +72,16 @@ ANTIPHON_INLINE void gather_value(const T* value, int64_t dim, int64_t num_panel
 template <typename T>
 void gather_chunk(const AttentionCall& call, const AttentionTask& task, int64_t start, int64_t n, const TileMemory& m) {
   const Cache& cache = call.cache;
-  const int32_t* blocks = call.batch.block_tables + task.seq * call.batch.block_table_stride;
   const int64_t dim = call.shape.head_dim, head = task.kv_head * cache.head_stride;
   const T *keys = static_cast<const T*>(cache.k) + head, *values = static_cast<const T*>(cache.v) + head;
-  int64_t block = start / cache.block_size, offset = start % cache.block_size;
+  KeyPlaces of_keys(call, task.seq, start);
   for (int64_t j = 0; j < round_up<int64_t>(n, kPanel); j += W) {
     int64_t places[W];
     for (int64_t i = 0; i < W; ++i) {
       places[i] = -1;
       if (j + i >= n) continue;
-      places[i] = blocks[block] * cache.block_stride + offset * cache.token_stride;
+      places[i] = of_keys.next();
       gather_value(values + places[i], dim, m.dim_panels, m.values + (j + i) * kPanel);
-      if (++offset == cache.block_size) ++block, offset = 0;
     }
     gather_keys(keys, places, dim, m.keys + j / kPanel * dim * kPanel + j % kPanel);
   }
@@ -145,11 +143,10 @@ constexpr RowTile row_tile_of(int64_t rows, std::integer_sequence<int, R...>) {
   return all[rows - 1];
 }
 
-void load_queries(const AttentionCall& call, const AttentionTask& task, const TilePlace& place, const TileMemory& m) {
-  const int64_t dim = call.shape.head_dim, first = call.batch.first_queries[task.seq] + task.first;
-  const float* first_head = call.q + task.kv_head * place.group * dim;
+void load_queries(const AttentionCall& call, const TilePlace& place, const TileMemory& m) {
+  const int64_t dim = call.shape.head_dim;
   for (int64_t r = 0; r < place.rows; ++r) {
-    const float* q = first_head + (first + r / place.group) * call.q_stride + r % place.group * dim;
+    const float* q = call.q + place.offset_of(r, call.q_stride);
     for (int64_t d = 0; d < dim; ++d) m.q[r * m.dim + d] = q[d] * call.scale;
     for (int64_t d = 0; d < m.dim; ++d) m.sums[r * m.dim + d] = 0;
     m.largest[r] = kLowest;
@@ -172,7 +169,7 @@ int64_t tile_scratch_size(const AttentionShape& shape) {
 void attend_tile(const AttentionCall& call, const AttentionTask& task, int32_t window, float* buffer) {
   const TileMemory memory(buffer, call.shape);
   const TilePlace place(call, task, window);
-  load_queries(call, task, place, memory);
+  load_queries(call, place, memory);
   for (int64_t start = place.first_key; start < place.end_key; start += kKeysPerChunk) {
     const int64_t n = std::min(kKeysPerChunk, place.end_key - start);
     with_format(call.cache.format, [&](auto number) {
@@ -183,7 +180,7 @@ void attend_tile(const AttentionCall& call, const AttentionTask& task, int32_t w
       row_tile_of(rows, std::make_integer_sequence<int, kMaxTileRows>())(call, place, row, start, n, memory);
     }
   }
-  write_tile(call, task, place, memory.sums, memory.dim, memory.weights);
+  write_tile(call, place, memory.sums, memory.dim, memory.weights);
 }
 
 }  // namespace antiphon

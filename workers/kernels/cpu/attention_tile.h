@@ -3,18 +3,17 @@
 
 #include <algorithm>
 #include <cmath>
-#include <limits>
 
 #include "attention.h"
 
 namespace antiphon {
 
 constexpr int64_t kScoreStride = kKeysPerChunk + 16;
-constexpr float kLowest = -std::numeric_limits<float>::infinity();
 
 // Where a tile lies: queries at positions `position` ..., seeing keys `first_key` .. `end_key` - 1.
 struct TilePlace {
   int64_t rows, group, position, first_key, end_key;
+  int64_t first_token, first_head, dim;  // of its queries
   int32_t window;
 
   TilePlace(const AttentionCall& call, const AttentionTask& task, int32_t window) : window(window) {
@@ -25,8 +24,15 @@ struct TilePlace {
     position = offset + task.first;
     first_key = first_key_of(0);
     end_key = offset + task.last;
+    first_token = *first_query + task.first;
+    first_head = task.kv_head * group;
+    dim = call.shape.head_dim;
   }
 
+  // Of a row among tokens `stride` apart, each [heads, dim].
+  int64_t offset_of(int64_t row, int64_t stride) const {
+    return (first_token + row / group) * stride + (first_head + row % group) * dim;
+  }
   int64_t position_of(int64_t row) const { return position + row / group; }
   int64_t first_key_of(int64_t row) const {
     return window > 0 ? std::max<int64_t>(0, position_of(row) - window + 1) : 0;
@@ -34,14 +40,12 @@ struct TilePlace {
 };
 
 // Sums [rows], `stride` apart, over their weights, to where the tile's rows lie.
-inline void write_tile(const AttentionCall& call, const AttentionTask& task, const TilePlace& place, const float* sums,
-                       int64_t stride, const float* weights) {
-  const int64_t dim = call.shape.head_dim, first = call.batch.first_queries[task.seq] + task.first;
-  float* first_head = call.out + task.kv_head * place.group * dim;
+inline void write_tile(const AttentionCall& call, const TilePlace& place, const float* sums, int64_t stride,
+                       const float* weights) {
   for (int64_t r = 0; r < place.rows; ++r, sums += stride) {
     const float inverse = 1 / weights[r];
-    float* out = first_head + (first + r / place.group) * call.out_stride + r % place.group * dim;
-    for (int64_t d = 0; d < dim; ++d) out[d] = sums[d] * inverse;
+    float* out = call.out + place.offset_of(r, call.out_stride);
+    for (int64_t d = 0; d < place.dim; ++d) out[d] = sums[d] * inverse;
   }
 }
 

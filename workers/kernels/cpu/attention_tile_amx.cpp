@@ -94,20 +94,18 @@ template <typename T>
 void gather_chunk(const AttentionCall& call, const AttentionTask& task, int64_t start, int64_t n,
                   const AmxTileMemory& m) {
   const Cache& cache = call.cache;
-  const int32_t* blocks = call.batch.block_tables + task.seq * call.batch.block_table_stride;
   const int64_t dim = call.shape.head_dim, head = task.kv_head * cache.head_stride;
   const T *keys = static_cast<const T*>(cache.k) + head, *values = static_cast<const T*>(cache.v) + head;
-  int64_t block = start / cache.block_size, offset = start % cache.block_size;
+  KeyPlaces of_keys(call, task.seq, start);
   for (int64_t j = 0; j < round_up<int64_t>(n, kPanel); j += W) {
     int64_t places[W];
     for (int64_t i = 0; i < W; ++i) {
       places[i] = -1;
       m.key_scales[j + i] = m.value_scales[j + i] = 0;
       if (j + i >= n) continue;
-      places[i] = blocks[block] * cache.block_stride + offset * cache.token_stride;
+      places[i] = of_keys.next();
       m.key_scales[j + i] = row_scale(keys + places[i], dim);
       m.value_scales[j + i] = row_scale(values + places[i], dim);
-      if (++offset == cache.block_size) ++block, offset = 0;
     }
     auto *key_words = reinterpret_cast<float*>(m.keys), *value_words = reinterpret_cast<float*>(m.values);
     gather_keys(keys, places, dim, key_words + j / kPanel * (dim / 2) * kPanel + j % kPanel);
@@ -159,12 +157,10 @@ void add_row_block(const AttentionCall& call, const TilePlace& place, int64_t ro
   }
 }
 
-void load_queries(const AttentionCall& call, const AttentionTask& task, const TilePlace& place,
-                  const AmxTileMemory& m) {
-  const int64_t dim = call.shape.head_dim, first = call.batch.first_queries[task.seq] + task.first;
-  const float* first_head = call.q + task.kv_head * place.group * dim;
+void load_queries(const AttentionCall& call, const TilePlace& place, const AmxTileMemory& m) {
+  const int64_t dim = call.shape.head_dim;
   for (int64_t r = 0; r < place.rows; ++r) {
-    const float* q = first_head + (first + r / place.group) * call.q_stride + r % place.group * dim;
+    const float* q = call.q + place.offset_of(r, call.q_stride);
     float* scaled = m.sums + r * dim;
     for (int64_t d = 0; d < dim; d += W) store(scaled + d, load(q + d) * call.scale);
     split_row(scaled, dim, dim, kDigits, m.q + r * kDigits * dim, dim);
@@ -189,7 +185,7 @@ void attend_tile_amx(const AttentionCall& call, const AttentionTask& task, int32
   const AmxTileMemory memory(buffer, call.shape);
   const TilePlace place(call, task, window);
   const AmxScope scope(true);
-  load_queries(call, task, place, memory);
+  load_queries(call, place, memory);
   auto add_chunks = [&](auto number) {
     using T = decltype(number);
     for (int64_t start = place.first_key; start < place.end_key; start += kKeysPerChunk) {
@@ -201,7 +197,7 @@ void attend_tile_amx(const AttentionCall& call, const AttentionTask& task, int32
     }
   };
   call.cache.format == KvFormat::kInt8 ? add_chunks(int8_t{}) : add_chunks(bf16{});
-  write_tile(call, task, place, memory.sums, call.shape.head_dim, memory.weights);
+  write_tile(call, place, memory.sums, call.shape.head_dim, memory.weights);
 }
 
 #else
