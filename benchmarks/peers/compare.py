@@ -145,7 +145,7 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         prog="benchmarks.peers.compare", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    made.add_argument("--model", type=Path, help="Hugging Face directory, weights in float32")
+    made.add_argument("--model", type=Path, help="Hugging Face directory, weights in float32 or bfloat16")
     made.add_argument("--systems", type=names, default=[], help="ours-fp32,vllm-fp32,ours-int8,llama-q8_0,...")
     made.add_argument("--workloads", type=names, default=["W4", "W2"], help=", ".join(STANDARD))
     made.add_argument("--repeats", type=int, default=3, help="starts of each system")

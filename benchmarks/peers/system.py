@@ -25,7 +25,7 @@ class Setting:
     """What every system gets alike."""
 
     peers: Path  # where the peers are installed; see this folder's README
-    model: Path  # a Hugging Face directory with the weights in float32
+    model: Path  # a Hugging Face directory with unquantized weights
     gguf: Path  # a folder with F32.gguf, Q8_0.gguf, ...
     num_threads: int
     max_num_seqs: int
