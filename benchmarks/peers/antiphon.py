@@ -24,6 +24,7 @@ def system(variant: str, setting: Setting) -> System:
     overrides = (
         f"model.path={setting.model.resolve()}",
         f"model.served_name={MODEL_NAME}",
+        "model.cache_dir=null",  # as by default, instead of the preset's
         f"model.max_model_len={setting.max_model_len}",
         *VARIANTS[variant],
         f"cache.memory_gib={setting.kv_gib}",
@@ -38,6 +39,7 @@ def system(variant: str, setting: Setting) -> System:
         [sys.executable, str(ROOT / "deploy.py"), "serve", PRESET, *options],
         f"commit {_commit()}, ray {version('ray')}, torch {version('torch')}",
         needed=(setting.model,),
+        cache_variables=("ANTIPHON_CACHE",),
     )
 
 

@@ -25,6 +25,7 @@ from benchmarks import serve
 from benchmarks.completion_client import Dialect
 from benchmarks.peers import antiphon, llama_cpp, transformers_serve, vllm
 from benchmarks.peers.comparison import Record, report
+from benchmarks.peers.conditions import Conditions
 from benchmarks.peers.machine import CpuTimes, busy_cores, calibrate
 from benchmarks.peers.server import Server, ServerError
 from benchmarks.peers.system import Adapter, Setting, System, default_peers_directory
@@ -51,6 +52,12 @@ def make_system(name: str, setting: Setting, more: Sequence[str] = ()) -> System
 
 def measure(system: System, setting: Setting, seed: int, options: argparse.Namespace) -> Record:
     """One start of one system, and all workloads."""
+    conditions = conditions_of(options)
+    with conditions.applied(system) as changed:
+        return _measure(changed, setting, seed, options) | conditions.recorded()
+
+
+def _measure(system: System, setting: Setting, seed: int, options: argparse.Namespace) -> Record:
     record: Record = {"system": system.name, "version": system.version, "command": system.command, "seed": seed}
     calibration = calibrate(setting.num_threads)
     record["calibration"] = asdict(calibration) if calibration else None
@@ -137,6 +144,10 @@ def make_setting(options: argparse.Namespace) -> Setting:
     )
 
 
+def conditions_of(options: argparse.Namespace) -> Conditions:
+    return Conditions(options.without_amx, options.cold, options.peers.expanduser().absolute())
+
+
 def names(text: str) -> list[str]:
     return [name.strip() for name in text.split(",") if name.strip()]
 
@@ -160,6 +171,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--max-num-seqs", type=int, help="default: what the workloads need")
     made.add_argument("--max-model-len", type=int, help="default: what the workloads need")
     made.add_argument("--kv-gib", type=float, default=2.0, help="KV cache of the systems that are told its size")
+    made.add_argument("--without-amx", action="store_true", help="as on a CPU with AVX-512 and VNNI, and nothing newer")
+    made.add_argument("--cold", action="store_true", help="each start finds nothing that was compiled before")
     made.add_argument("--busy-cores", type=int, default=0, help="neighbours that use a core each meanwhile")
     made.add_argument("--arguments", action="append", default=[], metavar="SYSTEM=WORDS", help="more for its command")
     made.add_argument("--port", type=int, default=8390)
@@ -176,6 +189,7 @@ def parser() -> argparse.ArgumentParser:
 def compare(options: argparse.Namespace, records: list[Record]) -> None:
     if options.model is None or not options.systems:
         raise ValueError("give --model and --systems")
+    conditions_of(options).check(records)
     setting = make_setting(options)
     more = {name: words.split() for name, _, words in (text.partition("=") for text in options.arguments)}
     systems = [make_system(name, setting, more.pop(name, ())) for name in options.systems]

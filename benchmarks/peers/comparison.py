@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from statistics import median
 from typing import Any
 
+from benchmarks.peers.conditions import said
 from benchmarks.report import heading, markdown_table
 
 Record = dict[str, Any]
@@ -42,7 +43,7 @@ CIRCUMSTANCES = {
 def report(records: Sequence[Record]) -> str:
     systems = list(dict.fromkeys(record["system"] for record in records))
     workloads = list(dict.fromkeys(name for record in records for name in record.get("workloads", {})))
-    parts = [heading(("psutil", "aiohttp")), _machine(records), _starts(records, systems)]
+    parts = [heading(("psutil", "aiohttp")), _machine(records), *said(records), _starts(records, systems)]
     parts += [f"{name}\n\n{_workload(records, systems, name)}" for name in workloads]
     pairs = list(pairs_of(systems))
     if pairs:

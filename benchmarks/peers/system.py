@@ -57,6 +57,7 @@ class System:
     model_name: str = MODEL_NAME
     omitted: frozenset[str] = frozenset()  # body fields that it refuses
     tokenizer_file: Path | None = None  # given: prompts must be texts
+    cache_variables: tuple[str, ...] = ()  # environment: each names a folder where it keeps what it compiled
 
     def missing(self) -> list[Path]:
         return [path for path in self.needed if not path.exists()]

@@ -39,6 +39,7 @@ def system(variant: str, setting: Setting) -> System:
             **_preload(setting.peers),
         },
         needed=(environment / "bin" / "vllm", setting.model),
+        cache_variables=("VLLM_CACHE_ROOT", "TORCHINDUCTOR_CACHE_DIR"),
     )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import platform
 import socket
 import subprocess
 import sys
@@ -12,8 +14,10 @@ from typing import Any
 
 import pytest
 
+from benchmarks.peers import refuse_amx
 from benchmarks.peers.compare import make_system
 from benchmarks.peers.comparison import report
+from benchmarks.peers.conditions import LAUNCHER, OLDER_CPU_FOLDER, Conditions
 from benchmarks.peers.process_tree import ProcessTree
 from benchmarks.peers.server import Server, ServerError
 from benchmarks.peers.system import Setting, System
@@ -111,6 +115,60 @@ def test_unknown_systems_and_variants_are_refused_with_the_known_ones(tmp_path: 
         make_system("tgi-fp32", make_setting(tmp_path))
     with pytest.raises(ValueError, match="'q3'; give one of llama-f32"):
         make_system("llama-q3", make_setting(tmp_path))
+
+
+def test_without_amx_every_system_starts_behind_the_filter_with_a_cache_of_its_own(tmp_path: Path) -> None:
+    conditions = Conditions(without_amx=True, peers=tmp_path)
+    for name in ("ours-int8", "vllm-bf16", "llama-q8_0", "transformers-cb-fp32"):
+        system = make_system(name, make_setting(tmp_path))
+        with conditions.applied(system) as changed:
+            assert changed.command[: len(LAUNCHER) + 1] == [*LAUNCHER, system.command[0]]
+            assert changed.environment["ONEDNN_MAX_CPU_ISA"] == "AVX512_CORE_VNNI"
+            assert "older_cpu" in changed.environment["PYTHONPATH"]
+            for variable in system.cache_variables:
+                assert Path(changed.environment[variable]).parent == tmp_path / "cache-without-amx"
+
+
+def test_cold_starts_get_an_empty_cache_that_is_gone_afterwards(tmp_path: Path) -> None:
+    system = make_system("ours-fp32", make_setting(tmp_path))
+    with Conditions(cold=True).applied(system) as changed:
+        folder = Path(changed.environment["ANTIPHON_CACHE"])
+        assert list(folder.iterdir()) == []
+        assert changed.command == system.command
+        assert "model.cache_dir=null" in system.command  # else the preset's
+    assert not folder.exists()
+
+
+def test_records_made_otherwise_are_not_resumed_and_the_report_says_what_was_special(tmp_path: Path) -> None:
+    made = record("ours-fp32", 0, tokens_per_s=1.0, ttft_ms=1.0)
+    with pytest.raises(ValueError, match="made without --cold; give another --json"):
+        Conditions(cold=True).check([made])
+    with pytest.raises(ValueError, match="made with --cold"):
+        Conditions().check([made | {"cold": True}])
+    Conditions().check([made])
+    assert "withheld" not in report([made])
+    assert "AMX was withheld from every system" in report([made | {"without_amx": True}])
+    assert "Every start was a first one" in report([made | {"cold": True}])
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64" or sys.platform != "linux", reason="AMX is of x86-64")
+def test_no_process_behind_the_filter_is_handed_amx_and_all_else_works() -> None:
+    ask = f"import sys; sys.path.insert(0, {str(Path(refuse_amx.__file__).parent)!r}); import refuse_amx"
+    say = "print(refuse_amx.amx_refusal(), flush=True)"
+    code = f"{ask}; {say}; import subprocess; subprocess.run([sys.executable, '-c', {f'{ask}; {say}'!r}]); sys.exit(3)"
+    done = subprocess.run([*LAUNCHER, sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
+    assert (done.stdout.split(), done.stderr, done.returncode) == ([str(errno.EPERM)] * 2, "", 3)
+
+
+def test_a_cpu_without_anything_newer_than_vnni_is_what_pytorch_reports(tmp_path: Path) -> None:
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("")
+    capabilities = {"avx512_vnni": True, "avx512_bf16": True, "amx_tile": True, "num_sockets": 1}
+    (tmp_path / "torch" / "cpu.py").write_text(f"def get_capabilities():\n    return {capabilities}\n")
+    code = "import torch.cpu; print(dict(torch.cpu.get_capabilities()))"
+    environment = {"PYTHONPATH": f"{OLDER_CPU_FOLDER}:{tmp_path}"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, env=environment)
+    assert done.stdout.strip() == str(capabilities | {"avx512_bf16": False, "amx_tile": False})
 
 
 def test_ratios_are_of_the_same_repeat_and_more_is_always_better() -> None:
