@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import logging
+import platform
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
 import pytest
 import torch
 
+from benchmarks.peers import refuse_amx
 from configs import EngineConfig, ModelConfig, WorkerConfig
 from configs.model_spec import ModelSpec
 from tests.support.cpu_kernels import variants_here
@@ -86,6 +90,22 @@ def test_pytorch_computes_where_it_is_asked_for(directory, caplog):
     caplog.set_level(logging.INFO)
     assert isinstance(choose(directory, cpu_kernels="pytorch"), CausalLM)
     assert "worker.cpu_kernels is pytorch" in caplog.text
+
+
+def test_without_the_systems_leave_to_use_amx_the_next_best_is_chosen(tmp_path):
+    if platform.machine() != "x86_64":
+        return
+    code = (
+        "import logging; logging.basicConfig(level='INFO'); from workers.kernels.cpu import build; "
+        "print([v.name for v in build.supported_variants()]); build.choose_variant('amx')"
+    )
+    command = [sys.executable, "-I", refuse_amx.__file__, sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    without = [variant.name for variant in kernel_build.supported_variants() if variant.name != "amx"]
+    assert done.stdout.strip() == str(without)
+    assert "no CPU kernels called 'amx'" in done.stderr
+    has_amx = "amx_tile" in kernel_build.cpu_features()
+    assert ("without AMX, which the system refuses: Operation not permitted" in done.stderr) == has_amx
 
 
 def test_a_precision_that_the_kernels_lack_is_left_to_pytorch(directory):

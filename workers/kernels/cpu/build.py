@@ -6,6 +6,8 @@ ask at the same time. Knows neither what the library offers (`workers.kernels.cp
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import hashlib
 import logging
 import os
@@ -42,17 +44,18 @@ class Variant:
     needs: frozenset[str]
 
     def is_supported(self) -> bool:
-        return platform.machine() in self.machines and self.needs <= cpu_features()
+        return platform.machine() in self.machines and self.needs <= usable_features()
 
 
 _X86 = ("x86_64", "AMD64")
 _AVX2 = frozenset({"avx2", "fma", "f16c", "bmi1", "bmi2", "movbe"})
 _AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl", "avx512_vnni"}
+_AMX = frozenset({"amx_tile", "amx_int8", "amx_bf16"})
 _VNNI_FLAGS = ("-march=x86-64-v4", "-mavx512vnni", "-mprefer-vector-width=512")
 
 # The best first.
 VARIANTS = (
-    Variant("amx", _X86, (*_VNNI_FLAGS, "-mamx-tile", "-mamx-int8", "-mamx-bf16"), _AVX512 | {"amx_int8", "amx_bf16"}),
+    Variant("amx", _X86, (*_VNNI_FLAGS, "-mamx-tile", "-mamx-int8", "-mamx-bf16"), _AVX512 | _AMX),
     Variant("avx512", _X86, _VNNI_FLAGS, _AVX512),
     Variant("avx2", _X86, ("-march=x86-64-v3",), _AVX2),
     Variant("neon", ("aarch64", "arm64"), ("-mcpu=native",), frozenset()),
@@ -71,6 +74,22 @@ def cpu_features() -> frozenset[str]:
         if name.strip() in ("flags", "Features"):
             return frozenset(value.split())
     return frozenset()
+
+
+def usable_features() -> frozenset[str]:
+    """Those that a process may use, too: Linux hands out AMX's tile registers on request, and may refuse them."""
+    features = cpu_features()
+    return features - _AMX if features & _AMX and not _amx_is_granted() else features
+
+
+@functools.cache
+def _amx_is_granted() -> bool:
+    arch_prctl, request_permission, tile_data = map(ctypes.c_long, (158, 0x1023, 18))
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.syscall(arch_prctl, request_permission, tile_data) == 0:
+        return True
+    log.info("CPU kernels: without AMX, which the system refuses: %s", os.strerror(ctypes.get_errno()))
+    return False
 
 
 def supported_variants() -> list[Variant]:
