@@ -21,6 +21,7 @@ from scheduler.output import (
     StepPlan,
     StepResult,
     TokenLogprobs,
+    int32,
 )
 from scheduler.sampling_params import SamplingParams
 
@@ -70,7 +71,7 @@ class _Reader:
         return np.frombuffer(self.frame, dtype, count, self._advance(4 * count))
 
     def int32(self, count: int) -> Int32:
-        return self._array(count, np.int32)
+        return self._array(count, np.int32) if count else int32()
 
     def float32(self, count: int) -> Float32:
         return self._array(count, np.float32)

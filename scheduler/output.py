@@ -25,8 +25,13 @@ UNKNOWN_TOKEN = -1
 """In `decode_tokens`: continue from the token you sampled for this slot in the step before."""
 
 
+_NOTHING = np.array([], dtype=np.int32)
+_NOTHING.setflags(write=False)
+
+
 def int32(values: list[int] | tuple[int, ...] = ()) -> Int32:
-    return np.array(values, dtype=np.int32)
+    # Most arrays of most steps are empty: one serves them all.
+    return np.array(values, dtype=np.int32) if values else _NOTHING
 
 
 @dataclass(slots=True, eq=False)

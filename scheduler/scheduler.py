@@ -20,7 +20,7 @@ import numpy as np
 from configs.schema import CacheConfig, SchedulerConfig
 from scheduler.block_manager import BlockManager
 from scheduler.intake import Intake, Limits
-from scheduler.output import StepPlan, StepResult
+from scheduler.output import StepPlan, StepResult, int32
 from scheduler.plan_draft import PlanDraft, StepInFlight
 from scheduler.prompt_scores import row
 from scheduler.request import FinishReason, QueueFullError, Request, SequenceOutput
@@ -139,7 +139,7 @@ class Scheduler:
         if result.engine_epoch != self._engine_epoch:
             return []
         flight = self._in_flight[0] if self._in_flight else None
-        if flight is None or flight.step != result.step or not np.array_equal(flight.slots, result.slots):
+        if flight is None or flight.step != result.step or flight.slots.tobytes() != result.slots.tobytes():
             expected = "none" if flight is None else f"step {flight.step} for {len(flight.slots)} slots"
             raise StepMismatchError(f"result of step {result.step} for {len(result.slots)} slots; expected {expected}")
         self._in_flight.popleft()
@@ -147,14 +147,14 @@ class Scheduler:
             seq = flight.scoring.get(chunk.slot)
             if seq is not None and seq.prompt_scores is not None and self._still_holds_slot(seq, flight.step):
                 seq.prompt_scores.add(chunk)
-        score_rows = {int(slot): i for i, slot in enumerate(result.logprob_slots)}
+        score_rows = {slot: i for i, slot in enumerate(result.logprob_slots.tolist())}
         outputs = []
         for seq, token_id in zip(flight.sampling, result.tokens.tolist(), strict=True):
             if not self._still_holds_slot(seq, flight.step):
                 continue
             slot = seq.slot
             output = self._accept_token(seq, token_id)
-            if result.logprobs is not None and slot in score_rows:
+            if slot in score_rows and result.logprobs is not None:
                 output.logprobs = row(result.logprobs, score_rows[slot])
             outputs.append(output)
         self._stats.num_sampled_tokens += len(outputs)
@@ -226,8 +226,9 @@ class Scheduler:
 
     def _note_in_flight(self, draft: PlanDraft, plan: StepPlan) -> None:
         sampling = draft.prefilled + draft.decoded
-        prefilled = [seq.slot for seq in draft.prefilled]
-        slots = np.concatenate([np.array(prefilled, np.int32), plan.decode_slots])
+        slots = plan.decode_slots
+        if draft.prefilled:
+            slots = np.concatenate([int32([seq.slot for seq in draft.prefilled]), slots])
         self._in_flight.append(StepInFlight(plan.step, slots, sampling, draft.scoring))
         self._next_step += 1
         self._stats.num_steps += 1
