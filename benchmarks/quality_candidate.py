@@ -43,7 +43,7 @@ class Candidate:
         self._worker.load_model()
         self.num_blocks = self._worker.measure_num_blocks()
         self._worker.allocate_cache(self.num_blocks)
-        self._pending: deque[PendingStep] = deque()
+        self._pending: deque[PendingStep | StepResult] = deque()
         self._engine = LocalEngine(config, spec, self)
 
     @torch.inference_mode()

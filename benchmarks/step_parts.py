@@ -35,7 +35,7 @@ from workers.parallel import SingleProcessGroup
 from workers.prepare import prepare_model
 from workers.worker import Worker, choose_num_threads
 
-IN_KERNELS = ("decoder_forward", "decoder_logits", "sampler_sample")
+IN_KERNELS = ("decode", "decoder_forward", "decoder_logits", "sampler_sample")
 WARM_UP_STEPS = 20
 
 

@@ -6,13 +6,17 @@ spec's numbers say what it computes, no architecture is asked for by name. Knows
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from ctypes import byref, c_float
-from typing import Any, NoReturn, cast
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from configs.model_spec import ModelSpec
+from scheduler.output import Int32
 from workers.attention.base import AttentionMetadata
 from workers.cpu_packing import WeightFormat, WeightPacker
 from workers.cpu_sampler import CpuSampler
@@ -36,9 +40,19 @@ from workers.layers.mlp import GatedMLP
 from workers.layers.rotary import RotaryEmbedding, inverse_frequencies
 from workers.models.decoder import CausalLM
 from workers.parallel import ParallelGroup
+from workers.sampler import SamplingRows
 from workers.shared_memory_group import SharedMemoryGroup
 
 ACTIVATIONS = {"silu": Then.SILU_TIMES_UP, "gelu_tanh": Then.GELU_TIMES_UP}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepInMemory:
+    """The addresses of a step's tensors, for C++. It may be computed again when other numbers are in them."""
+
+    addresses: CStep
+    tensors: list[Tensor]  # which live as long
+    hidden: Tensor  # [T, hidden], the result
 
 
 class CpuDecoder:
@@ -73,7 +87,6 @@ class CpuDecoder:
             self._layers[i].window = window or 0
             self._layers[i].rope = rope % len(model.model.ropes)
         self._description = self._describe(model)
-        self._step = CStep()
         self._hidden = torch.empty(0, spec.hidden_size)
         self._logits = torch.empty(0, self._part_sizes[group.rank])
         self._max_num_tokens = max_num_tokens
@@ -93,32 +106,52 @@ class CpuDecoder:
 
     def __call__(self, token_ids: Tensor, positions: Tensor, kv: KVCache, meta: AttentionMetadata) -> Tensor:
         """token_ids [T], positions [T] -> [T, hidden]; the step's K/V are in the cache afterwards."""
+        return self.compute(self.lay_out(token_ids, positions, kv, meta))
+
+    def lay_out(self, token_ids: Tensor, positions: Tensor, kv: KVCache, meta: AttentionMetadata) -> StepInMemory:
+        """A step for `compute` and `decoding`."""
         if kv is not self._kv:
             self._bind(kv)
-        num_tokens = len(token_ids)
-        if num_tokens > len(self._hidden):
-            self._hidden = torch.empty(max(num_tokens, self._max_num_tokens), self._spec.hidden_size)
-        keep = self._fill_step(token_ids, positions, meta)
-        assert self._decoder is not None
-        status = self._kernels.decoder_forward(self._decoder.handle, byref(self._step))
-        del keep
-        if status:
-            self._raise(status)
-        return self._hidden[:num_tokens]
+        if len(token_ids) > len(self._hidden):
+            self._hidden = torch.empty(max(len(token_ids), self._max_num_tokens), self._spec.hidden_size)
+        return self._point_at(token_ids, positions, meta)
+
+    def compute(self, step: StepInMemory) -> Tensor:
+        assert self._decoder is not None, "a step is laid out first"
+        self._check(self._kernels.decoder_forward(self._decoder.handle, byref(step.addresses)))
+        return step.hidden
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """hidden [R, hidden] -> [R, vocabulary], float32, whole on every rank. All ranks must call it."""
         assert hidden.dtype == torch.float32 and (len(hidden) == 0 or hidden.stride(1) == 1)
-        num_rows = len(hidden)
-        if num_rows > len(self._logits):
-            self._logits = torch.empty(num_rows, self._logits.shape[1])
-        logits = self._logits[:num_rows]
+        logits = self._room_for_logits(len(hidden))
         assert self._decoder is not None, "a step comes before its logits"
         status = self._kernels.decoder_logits(
-            self._decoder.handle, hidden.data_ptr(), hidden.stride(0), num_rows, logits.data_ptr(), logits.stride(0)
+            self._decoder.handle, hidden.data_ptr(), hidden.stride(0), len(hidden), logits.data_ptr(), logits.stride(0)
         )
         check_memory(status)
         return self._group.all_gather(logits, self._part_sizes)
+
+    def decoding(
+        self, step: StepInMemory, asked: SamplingRows, sampler: CpuSampler, tokens: Tensor, answer: Int32
+    ) -> Callable[[], None]:
+        """What computes `step`, of which every row samples, and puts the next token of each into `tokens` and `answer`.
+
+        It may be called again when other numbers are in the tensors, until another step is laid out.
+        """
+        if self._group.size > 1:
+            return partial(self._decode_together, step, asked, sampler, tokens, answer)
+        assert self._decoder is not None, "a step is laid out first"
+        logits = self._room_for_logits(len(tokens))
+        call = sampler.lay_out(tokens, logits, asked)
+        function, logits_at, answer_at = self._kernels.decode, logits.data_ptr(), answer.ctypes.data
+        decoder_handle, sampler_handle = self._decoder.handle, sampler.handle
+
+        def decode() -> None:
+            step_at, call_at = byref(step.addresses), byref(call.addresses)
+            self._check(function(decoder_handle, step_at, logits_at, sampler_handle, call_at, answer_at))
+
+        return decode
 
     def make_sampler(self) -> CpuSampler:
         """Chooses tokens on the threads of the decoder, which is not at work meanwhile."""
@@ -235,10 +268,8 @@ class CpuDecoder:
         )
         self._kv = kv
 
-    def _fill_step(self, token_ids: Tensor, positions: Tensor, meta: AttentionMetadata) -> list[Tensor]:
-        """Points the step at the tensors; those returned must live until it has run."""
-        step = self._step
-        step.num_tokens, step.num_seqs = len(token_ids), meta.num_seqs
+    def _point_at(self, token_ids: Tensor, positions: Tensor, meta: AttentionMetadata) -> StepInMemory:
+        step = CStep(num_tokens=len(token_ids), num_seqs=meta.num_seqs)
         step.block_table_stride = meta.block_tables.stride(0) if meta.num_seqs else 0
         keep = [_as(t, torch.int64) for t in (token_ids, positions, meta.slot_mapping)]
         keep += [_as(t, torch.int32) for t in (meta.cu_seqlens_q, meta.seq_lens)]
@@ -252,10 +283,25 @@ class CpuDecoder:
                 keep += [cos, sin]
                 step.cosines[i], step.sines[i] = cos.data_ptr(), sin.data_ptr()
         step.hidden = self._hidden.data_ptr()
-        return keep
+        return StepInMemory(step, keep, self._hidden[: len(token_ids)])
 
-    def _raise(self, status: int) -> NoReturn:
+    @torch.inference_mode()
+    def _decode_together(
+        self, step: StepInMemory, asked: SamplingRows, sampler: CpuSampler, tokens: Tensor, answer: Int32
+    ) -> None:
+        """Each rank has logits of a part of the vocabulary only."""
+        sampler(tokens, self.compute_logits(self.compute(step)), asked)
+        answer[:] = tokens.numpy()
+
+    def _room_for_logits(self, num_rows: int) -> Tensor:
+        if num_rows > len(self._logits):
+            self._logits = torch.empty(num_rows, self._logits.shape[1])
+        return self._logits[:num_rows]
+
+    def _check(self, status: int) -> None:
         """Memory that is not there ends a step, or a sum over the ranks."""
+        if not status:
+            return
         check_memory(status)
         if isinstance(self._group, SharedMemoryGroup):
             self._group.check(status, "all_reduce")

@@ -6,12 +6,21 @@ Owns how the rows of a step are handed over. Knows neither the adjustments befor
 from __future__ import annotations
 
 from ctypes import byref
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from workers.kernels.cpu.library import CpuKernels, CSampleCall, Pool, Sampler
 from workers.sampler import SamplingRows
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SamplingInMemory:
+    """The addresses of what rows are sampled by, for C++. It may be done again when other numbers are there."""
+
+    addresses: CSampleCall
+    tensors: tuple[object, ...]  # which live as long
 
 
 class CpuSampler:
@@ -23,7 +32,15 @@ class CpuSampler:
         self._sampler = Sampler(kernels, pool, vocab_size)
         self._vocab_size = vocab_size
 
+    @property
+    def handle(self) -> int:
+        return self._sampler.handle
+
     def __call__(self, tokens: Tensor, logits: Tensor, asked: SamplingRows) -> None:
+        call = self.lay_out(tokens, logits, asked)
+        self._kernels.sampler_sample(self.handle, byref(call.addresses))
+
+    def lay_out(self, tokens: Tensor, logits: Tensor, asked: SamplingRows) -> SamplingInMemory:
         num_rows, vocab_size = logits.shape
         assert vocab_size == self._vocab_size and logits.dtype == torch.float32 and logits.stride(1) == 1
         assert tokens.shape == (num_rows,) and tokens.dtype == torch.int64 and tokens.is_contiguous()
@@ -41,7 +58,7 @@ class CpuSampler:
             if drawn.min_p is not None:
                 floor = torch.log(drawn.min_p)
                 call.floor = floor.data_ptr()
-        self._kernels.sampler_sample(self._sampler.handle, byref(call))
+        return SamplingInMemory(call, (tokens, logits, asked, floor))
 
 
 def _count_and_address(rows: Tensor | slice, num_rows: int) -> tuple[int, int | None]:

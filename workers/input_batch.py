@@ -104,15 +104,16 @@ class InputBatch:
         for sequence in plan.admitted:
             check_admitted(self.table, sequence)
             self.table.admit(sequence)
-            self._append_blocks(np.full(len(sequence.block_table), sequence.slot, np.int32), sequence.block_table)
-        self._append_blocks(plan.grown_slots, plan.grown_blocks)
+            self.append_blocks(np.full(len(sequence.block_table), sequence.slot, np.int32), sequence.block_table)
+        self.append_blocks(plan.grown_slots, plan.grown_blocks)
 
     def clear(self) -> None:
         """Forget every sequence."""
         self._last_rows = None
         self.table.release(np.arange(self.table.num_slots, dtype=np.int32))
 
-    def _append_blocks(self, slots: Int32, blocks: Int32) -> None:
+    def append_blocks(self, slots: Int32, blocks: Int32) -> None:
+        """Raises PlanError: the rank has no such slots or blocks."""
         if not len(slots):
             return
         check_growth(self.table, slots, blocks)
@@ -142,7 +143,6 @@ class InputBatch:
             and not self.dynamic_rope
             and np.array_equal(plan.decode_slots, last.slots)
             and bool((plan.decode_tokens == UNKNOWN_TOKEN).all())
-            and int(last.seq_lens.max(initial=0)) < self.table.max_model_len
         )
 
     def _next_rows(self, last: StepRows) -> StepRows:
@@ -249,6 +249,16 @@ class InputBatch:
         self.table.has_sampled[rows.sampling_slots] = True
         self.last_tokens[rows.sampling_slots_on_device] = tokens
         self._last_rows = rows
+
+    def note_run(self, slots: Int32, sampled: list[Int32]) -> None:
+        """`advance` and `note_sampled` at once for steps on a CPU that were made without rows of this batch.
+
+        Each of `sampled` is a step's, with a token of each of `slots`.
+        """
+        if sampled:
+            self._last_rows = None
+            self.last_tokens.numpy()[slots] = sampled[-1]
+            self.table.note_run(slots, np.stack(sampled, axis=1))
 
     def note_sampled(self, rows: StepRows, seq_ids: NDArray[np.int64], tokens: Int32) -> None:
         """The tokens that `seq_ids` sampled have reached the host."""

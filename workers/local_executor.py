@@ -47,7 +47,7 @@ class LocalExecutor:
         self._config = config
         self._worker: Worker | None = None
         self._ranks: _Ranks | None = None
-        self._pending: deque[PendingStep] = deque()
+        self._pending: deque[PendingStep | StepResult] = deque()
         if config.parallel.tensor_parallel_size == 1:
             self._worker = _make_worker(config, spec)
             self.num_blocks = self._worker.measure_num_blocks()

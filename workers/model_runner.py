@@ -6,6 +6,7 @@ other ranks there are: the model's layers speak to them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -17,11 +18,12 @@ from torch import Tensor
 from scheduler.output import Int32, PromptLogprobs, StepPlan, StepResult, int32
 from workers.attention import AttentionMetadata
 from workers.cuda_graph import DecodeGraphs
+from workers.decode_run import DecodeRun
 from workers.input_batch import InputBatch, StepRows
 from workers.kv_cache import KVCache
 from workers.logprobs import Scores, copy_to_host, score
 from workers.plan_check import PlanError, check_blocks
-from workers.sampler import ChooseTokens, choose_with_torch, sample
+from workers.sampler import ChooseTokens, SamplingRows, choose_with_torch, sample
 from workers.sampling_state import NOT_ASKED, SamplingState
 
 PROMPT_ROWS_PER_CALL = 256
@@ -44,7 +46,7 @@ class PendingStep:
     rows: StepRows
     seq_ids: NDArray[np.int64]  # of the rows that sample, as they were at the time
     tokens: Tensor  # [R] int64; on CUDA a pinned copy that is there once `done` is, as are the scores
-    done: torch.cuda.Event | None
+    done: torch.cuda.Event | None  # None: on a CPU
     logprob_slots: Int32
     logprobs: Scores | None
     prompt_logprobs: list[tuple[int, int, Scores]]  # slot, start, scores
@@ -54,12 +56,17 @@ class PendingStep:
         return self.done is None or self.done.query()
 
 
+BeginRun = Callable[[StepRows, SamplingRows], DecodeRun]
+"""A run that goes on from a step of nothing but decode rows."""
+
+
 class ModelRunner:
     """Executes the plans of one engine epoch strictly in order.
 
     `launch` and `collect` are apart so that a device may be given step n + 1 while the host still waits for the tokens
     of step n; they are collected in the order of their launch. `launch` never waits for the device. Only a rank that
-    `answers` keeps log-probabilities. Steps of nothing but decode rows are replayed from `graphs`, where there are any.
+    `answers` keeps log-probabilities. Steps of nothing but decode rows are replayed from `graphs` on a GPU, and are
+    left to the runs that `begin_run` makes on a CPU, where there are any.
     """
 
     def __init__(
@@ -71,6 +78,7 @@ class ModelRunner:
         *,
         answers: bool = True,
         graphs: DecodeGraphs | None = None,
+        begin_run: BeginRun | None = None,
         choose_tokens: ChooseTokens = choose_with_torch,
     ) -> None:
         self.model = model
@@ -79,9 +87,11 @@ class ModelRunner:
         self.sampling = sampling
         self.answers = answers
         self.graphs = graphs
+        self.begin_run = begin_run
         self.choose_tokens = choose_tokens
         self._engine_epoch = -1
         self._next_step = 0
+        self._run: DecodeRun | None = None
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Compute one step.
@@ -91,10 +101,19 @@ class ModelRunner:
         """
         return self.collect(self.launch(plan))
 
-    @torch.inference_mode()
-    def launch(self, plan: StepPlan) -> PendingStep:
+    def launch(self, plan: StepPlan) -> PendingStep | StepResult:
         """Apply the plan and start its computation; on CPU it is done on return."""
         self._check_order(plan)
+        if self._run is not None:
+            if self._run.goes_on(plan):
+                return self._run.step(plan)
+            self._run.end()
+            self._run = None
+        pending = self._launch(plan)
+        return self.collect(pending) if pending.done is None else pending
+
+    @torch.inference_mode()
+    def _launch(self, plan: StepPlan) -> PendingStep:
         for slot in plan.released_slots.tolist():
             self.sampling.release(slot)
         self.batch.apply(plan)
@@ -107,6 +126,9 @@ class ModelRunner:
         prompt_logprobs = self._score_prompts(plan, rows, hidden)
         tokens, logprob_slots, logprobs = self._sample(rows, hidden)
         self.batch.advance(rows, tokens)
+        if self.begin_run is not None and rows.only_decodes and len(rows.slots):
+            asked = self.sampling.lasting_rows(rows.slots, rows.seq_lens)
+            self._run = None if asked is None else self.begin_run(rows, asked)
         return PendingStep(
             plan=plan,
             rows=rows,
@@ -118,8 +140,10 @@ class ModelRunner:
             done=_mark() if tokens.is_cuda else None,  # after all copies
         )
 
-    def collect(self, pending: PendingStep) -> StepResult:
+    def collect(self, pending: PendingStep | StepResult) -> StepResult:
         """Wait for a launched step."""
+        if isinstance(pending, StepResult):
+            return pending
         if pending.done is not None:
             pending.done.synchronize()
         tokens = pending.tokens.numpy().astype(np.int32)
@@ -149,6 +173,7 @@ class ModelRunner:
             for slot in range(self.batch.table.num_slots):
                 self.sampling.release(slot)
             self.batch.clear()
+            self._run = None
             self._engine_epoch, self._next_step = plan.engine_epoch, 0
         if plan.step != self._next_step:
             raise PlanError(f"plan of step {plan.step} in epoch {plan.engine_epoch}; step {self._next_step} is due")

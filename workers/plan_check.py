@@ -85,8 +85,6 @@ def check_decode(table: SlotTable, plan: StepPlan) -> None:
         raise PlanError(
             f"decode of slot {slot}, which has {table.num_computed[slot]} of {table.num_tokens[slot]} tokens computed"
         )
-    if (full := slots[num_tokens > table.max_model_len]).size:
-        raise PlanError(f"decode of slot {full[0]} beyond the limit of {table.max_model_len} tokens")
     is_unknown = tokens == UNKNOWN_TOKEN
     if (is_unknown & ~table.has_sampled[slots]).any():
         raise PlanError("a decode row continues from a sampled token in a slot that has sampled none")
@@ -102,6 +100,8 @@ def check_decode(table: SlotTable, plan: StepPlan) -> None:
 
 
 def check_room(table: SlotTable, slots: Int32, seq_lens: Int32) -> None:
-    """Each slot's blocks hold its sequence as it is after the step."""
+    """Each slot's sequence is legal as it is after the step, and its blocks hold it."""
+    if (full := slots[seq_lens > table.max_model_len]).size:
+        raise PlanError(f"slot {full[0]} would go beyond the limit of {table.max_model_len} tokens")
     if (seq_lens > table.num_seq_blocks[slots] * table.block_size).any():
         raise PlanError("a scheduled token has no block to store its keys in")

@@ -94,6 +94,12 @@ class SamplingState:
             forbidden=self._forbidden(slots, early) if len(early) else None,
         )
 
+    def lasting_rows(self, slots: Int32, positions: Int32) -> SamplingRows | None:
+        """What `rows` gives, if it stays so from step to step but for positions, and asks for no more than tokens."""
+        asked = self.rows(slots, positions)
+        adjusts = asked.penalised is not None or asked.biased is not None or asked.forbidden is not None
+        return None if adjusts or (self.num_logprobs[slots] != NOT_ASKED).any() else asked
+
     def count_sampled(self, asked: SamplingRows, tokens: Tensor) -> None:
         """Take the sampled tokens [R] into the counts of the rows that penalise repetition."""
         if asked.penalised is not None:

@@ -82,3 +82,12 @@ class SlotTable:
         slots, positions = slots[same], positions[same]
         self.token_ids[slots, positions] = tokens[same]
         self.num_known[slots] = positions + 1
+
+    def note_run(self, slots: Int32, tokens: Int32) -> None:
+        """Each slot has computed all that it had, and sampled a row of `tokens` [S, N] one by one."""
+        num_more = tokens.shape[1]
+        positions = self.num_tokens[slots][:, None] + np.arange(num_more)
+        self.token_ids[slots[:, None], positions] = tokens
+        self.num_computed[slots] += num_more
+        self.num_tokens[slots] += num_more
+        self.num_known[slots] = self.num_tokens[slots]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -20,12 +21,14 @@ from scheduler.output import StepPlan, StepResult
 from workers.attention import AttentionMetadata, AttentionNeeds, choose_backend
 from workers.compute import choose_compute, choose_sampler
 from workers.cpu_decoder import CpuDecoder
+from workers.cpu_sampler import CpuSampler
 from workers.cuda_graph import CudaCapture, DecodeGraphs
+from workers.decode_run import DecodeRun
 from workers.gpu_memory import CudaMeter, bytes_left
 from workers.input_batch import InputBatch
 from workers.kv_cache import KVCache, bytes_per_block, num_blocks_in
 from workers.kv_format import torch_dtype
-from workers.model_runner import ModelRunner, PendingStep
+from workers.model_runner import BeginRun, ModelRunner, PendingStep
 from workers.models.decoder import CausalLM
 from workers.models.registry import build_model
 from workers.parallel import ParallelGroup
@@ -167,6 +170,7 @@ class Worker:
             sampling,
             answers=self.group.rank == 0,
             graphs=graphs,
+            begin_run=self._decode_runs(batch, kv, choose_tokens),
             choose_tokens=choose_tokens,
         )
 
@@ -185,14 +189,14 @@ class Worker:
         """
         return self.collect(self.launch(plan))
 
-    def launch(self, plan: StepPlan) -> PendingStep:
+    def launch(self, plan: StepPlan) -> PendingStep | StepResult:
         """Hand one step to the device; a GPU is still at it on return. At most two may be under way.
 
         Raises: as `execute` does.
         """
         return self.runner.launch(plan)
 
-    def collect(self, pending: PendingStep) -> StepResult | None:
+    def collect(self, pending: PendingStep | StepResult) -> StepResult | None:
         """Wait for the oldest launched step; only rank 0 has an answer."""
         result = self.runner.collect(pending)
         return result if self.group.rank == 0 else None
@@ -220,6 +224,12 @@ class Worker:
         graphs = self._make_graphs(kv)
         graphs.capture()
         return graphs
+
+    def _decode_runs(self, batch: InputBatch, kv: KVCache, choose_tokens: ChooseTokens) -> BeginRun | None:
+        if not isinstance(self._model, CpuDecoder) or batch.dynamic_rope:
+            return None
+        assert isinstance(choose_tokens, CpuSampler)
+        return partial(DecodeRun, batch=batch, kv=kv, decoder=self._model, sampler=choose_tokens)
 
     def _make_graphs(self, kv: KVCache) -> DecodeGraphs:
         assert self._model is not None

@@ -148,6 +148,20 @@ void antiphon_sampler_destroy(Sampler* sampler) { delete sampler; }
 
 void antiphon_sampler_sample(Sampler* sampler, const SampleCall* call) { sampler->sample(*call); }
 
+// A step of which every row samples, on a rank that has the whole vocabulary: its hidden states, logits [T, vocabulary],
+// and tokens, which are given as 32-bit numbers beside.
+int32_t antiphon_decode(Decoder* decoder, const Step* step, float* logits, Sampler* sampler, const SampleCall* call,
+                        int32_t* tokens) {
+  return status_of([&] {
+    const int32_t status = decoder->forward(*step);
+    if (status != 0) return status;
+    decoder->logits(step->hidden, decoder->hidden(), step->num_tokens, logits, call->stride);
+    sampler->sample(*call);
+    for (int64_t row = 0; row < step->num_tokens; ++row) tokens[row] = static_cast<int32_t>(call->tokens[row]);
+    return 0;
+  });
+}
+
 // The rest is for tests and measurements: one kernel at a time.
 
 // x [m, k] and out [m, columns] dense.

@@ -163,6 +163,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "sampler_create": (c_void_p, [c_void_p, c_int64]),
     "sampler_destroy": (None, [c_void_p]),
     "sampler_sample": (None, [c_void_p, POINTER(CSampleCall)]),
+    "decode": (c_int32, [c_void_p, POINTER(CStep), c_void_p, c_void_p, POINTER(CSampleCall), c_void_p]),
     "linear": (c_int32, [c_void_p, c_void_p, c_void_p, c_int64, c_int32, c_float, c_void_p]),
     "rms_norm": (None, [c_void_p, c_void_p, c_int64, c_int64, c_float, c_void_p]),
     "rotate": (None, [c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int64]),
