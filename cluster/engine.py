@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import threading
 import time
 from collections import deque
@@ -16,6 +17,7 @@ from collections.abc import Callable
 
 from cluster.errors import EngineFailed
 from cluster.frames import Hello
+from cluster.gathering import Gathering
 from cluster.greeter import Greeter
 from cluster.protocol import EngineState, Status
 from cluster.rank_group import RankGroup
@@ -69,7 +71,14 @@ class EngineLoop:
             clock=clock,
             on_result=self._on_result,
         )
-        self._streams = Streams(scheduler, self._reactor, refusal=self._refusal)
+        self._gathering = Gathering()
+        self._gathering_until = math.inf
+        self._streams = Streams(
+            scheduler,
+            self._reactor,
+            refusal=self._refusal,
+            on_arrival=lambda: self._gathering.note_arrival(clock()),
+        )
         self._greeter = Greeter(self._reactor, token=token, engine_epoch=engine_epoch, clock=clock, admit=self._admit)
         self._commands: deque[Callable[[], None]] = deque()
         self._changed = threading.Condition()
@@ -164,22 +173,42 @@ class EngineLoop:
         longest = min(_LONGEST_WAIT_S, self._stall_timeout_s)
         if self._state in ("failed", "stopped"):
             return longest
-        return min(max(self._ranks.check(now) - now, 0.0), longest)
+        due = min(self._ranks.check(now), self._gathering_until)
+        return min(max(due - now, 0.0), longest)
 
     def _fill_pipeline(self) -> None:
         """Schedule and send until enough steps are in flight or nothing can be scheduled."""
+        self._gathering_until = math.inf
         if self._state not in ("healthy", "draining") or not self._ranks.is_complete:
             return
         while self._scheduler.num_steps_in_flight < self._scheduler.max_steps_in_flight:
-            plan = self._scheduler.schedule()
+            is_gathering = self._is_gathering()
+            plan = self._scheduler.schedule(admits=not is_gathering)
             if plan is None:
                 return
+            if not is_gathering:
+                self._gathering.note_start()
             self._ranks.send_plan(plan.step, encode_plan(plan))
+
+    def _is_gathering(self) -> bool:
+        """Whether the requests that wait do so for others that they come together with."""
+        scheduler, now = self._scheduler, self._clock()
+        if not 0 < scheduler.num_waiting < scheduler.config.max_num_seqs:
+            return False
+        num_ending = scheduler.num_ending
+        if num_ending is None:
+            return False
+        due = self._gathering.due(num_ending, now)
+        if due <= now:
+            return False
+        self._gathering_until = due
+        return True
 
     def _on_result(self, payload: bytes) -> None:
         """The ranks get their next plan before the clients get their tokens."""
         self._last_progress = self._clock()
         outputs = self._scheduler.postprocess(decode_result(payload))
+        self._gathering.note_ends(outputs, self._last_progress)
         self._fill_pipeline()
         self._streams.publish(outputs)
 

@@ -57,7 +57,8 @@ class IngressPeer:
 
 
 class Streams:
-    """Intake and output of one engine. `refusal` says why no request is taken now; None: they are."""
+    """Intake and output of one engine. `refusal` says why no request is taken now; None: they are. `on_arrival` is told
+    of each that was."""
 
     def __init__(
         self,
@@ -65,10 +66,12 @@ class Streams:
         reactor: Reactor,
         *,
         refusal: Callable[[], str | None],
+        on_arrival: Callable[[], None],
     ) -> None:
         self._scheduler = scheduler
         self._reactor = reactor
         self._refusal = refusal
+        self._on_arrival = on_arrival
         self._peers: dict[int, IngressPeer] = {}
         self._numbers = itertools.count(1)
 
@@ -158,6 +161,7 @@ class Streams:
             kind, reason = "invalid", str(error)
         else:
             peer.open_texts[message.request_id] = set(range(message.sampling.n))
+            self._on_arrival()
             return Accepted(message.request_id)
         return Refused(message.request_id, kind, reason)
 

@@ -117,10 +117,13 @@ class Scheduler:
 
     # --- what the engine loop does ------------------------------------------------------------------------------
 
-    def schedule(self) -> StepPlan | None:
-        """The next plan, or None if there is nothing to compute until a result, a request or a block arrives."""
+    def schedule(self, *, admits: bool = True) -> StepPlan | None:
+        """The next plan, or None if there is nothing to compute until a result, a request or a block arrives.
+
+        Without `admits`, waiting requests go on to wait.
+        """
         assert len(self._in_flight) < self.max_steps_in_flight, f"{len(self._in_flight)} steps are in flight"
-        draft = self._composer.compose(self._next_step)
+        draft = self._composer.compose(self._next_step, admits=admits)
         if not draft.has_rows:
             return None
         plan = draft.build(self._engine_epoch, self._next_step, self._running.take_released_slots())
@@ -180,6 +183,15 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         return len(self._queue)
+
+    @property
+    def num_ending(self) -> int | None:
+        """Requests that run, if all of them end with the next step at the latest; else None."""
+        running = self._running
+        decoding = running.decoding.values()
+        if running.prefilling or any(s.num_tokens + s.num_pending_tokens + 1 < s.max_num_tokens for s in decoding):
+            return None
+        return len({seq.request_id for seq in decoding})
 
     @property
     def num_steps_in_flight(self) -> int:

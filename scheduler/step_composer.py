@@ -43,14 +43,14 @@ class StepComposer:
         """Free blocks that no admitted prompt has a claim on."""
         return self._blocks.num_free_blocks - self._running.num_reserved_blocks
 
-    def compose(self, step: int) -> PlanDraft:
+    def compose(self, step: int, *, admits: bool = True) -> PlanDraft:
         draft = PlanDraft()
         num_preemptions = self._stats.num_preemptions
         self._grow_decoding(draft)
         self._schedule_decoding(draft)
         budget = self._config.max_num_batched_tokens - len(draft.decoded)
         budget -= self._schedule_prefilling(draft, budget)
-        if self._stats.num_preemptions == num_preemptions or not draft.has_rows:
+        if admits and (self._stats.num_preemptions == num_preemptions or not draft.has_rows):
             self._admit_waiting(draft, budget, step)
         self._settle(draft.prefilled)
         return draft

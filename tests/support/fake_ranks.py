@@ -58,6 +58,7 @@ class FakeModel:
         self.wants_logprobs: dict[int, int | None] = {}
         self.prompt_to_score: dict[int, tuple[int, int]] = {}  # slot -> prompt tokens, alternatives
         self.num_steps = 0
+        self.num_prefills: list[int] = []  # rows of prompts in each step
         self.blocked = threading.Event()  # set: the next step does not return before it is cleared
         self.broken = ""
 
@@ -69,6 +70,7 @@ class FakeModel:
         time.sleep(self.seconds_per_step)
         assert plan.step == self.num_steps, "a step out of order"
         self.num_steps += 1
+        self.num_prefills.append(len(plan.prefill_slots))
         self._take_over(plan)
         scored = self._score_prompts(plan)
         sampled = self._prefill(plan) + self._decode(plan)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from cluster.engine import EngineLoop
@@ -47,6 +48,7 @@ def running_engine(
     eos_token_ids: tuple[int, ...] = (),
     seconds_per_step: float = 0.0,
     port: int = 0,
+    clock: Callable[[], float] = time.monotonic,
 ) -> Iterator[SmallEngine]:
     """Healthy on entry, unless fewer fakes than ranks join; stopped on exit, with every block free again."""
     config = config or make_config()
@@ -68,6 +70,7 @@ def running_engine(
         max_model_len=max_model_len,
         vocab_size=VOCAB_SIZE,
         num_ranks=num_ranks,
+        clock=clock,
     )
     engine = SmallEngine(loop, scheduler, listener.address)
     loop.start()

@@ -95,6 +95,66 @@ def test_a_token_in_flight_of_a_preempted_sequence_is_dropped_and_sampled_again(
     assert [len(story.tokens(name)) for name in "ab"] == [3, 3]
 
 
+# --- requests that wait for others ----------------------------------------------------------------------------------
+
+
+def test_without_admission_only_those_who_run_are_computed() -> None:
+    story = Story()
+    story.add("a", 6)
+    story.step()
+    story.add("b", 6, first=50)
+    plan = story.scheduler.schedule(admits=False)
+    assert plan is not None
+    assert (decodes(plan), prefills(plan)) == ([(0, 500)], [])
+    assert story.scheduler.num_waiting == 1
+
+
+def test_without_admission_and_with_nobody_running_there_is_no_step() -> None:
+    story = Story()
+    story.add("a", 6)
+    assert story.scheduler.schedule(admits=False) is None
+    assert story.schedule() is not None
+
+
+def test_requests_are_ending_when_the_next_step_is_their_last() -> None:
+    story = Story()
+    story.add("a", 6, max_tokens=2)
+    story.add("b", 6, first=50, max_tokens=4)
+    found = []
+    while story.scheduler.has_unfinished:
+        story.step()
+        found.append(story.scheduler.num_ending)
+    assert found == [None, None, 1, 0]
+
+
+def test_the_texts_of_a_request_are_one_that_is_ending() -> None:
+    story = Story()
+    story.add("a", 6, max_tokens=3, n=2)
+    story.step()
+    story.step()
+    assert (story.scheduler.num_running, story.scheduler.num_ending) == (2, None)
+    story.step()
+    assert (story.scheduler.num_running, story.scheduler.num_ending) == (1, 1)
+
+
+def test_steps_in_flight_bring_the_end_nearer() -> None:
+    story = Story(one_step_ahead=True)
+    story.add("a", 6, max_tokens=3)
+    story.schedule()
+    assert story.scheduler.num_ending is None
+    story.schedule()
+    assert story.scheduler.num_ending == 1
+
+
+def test_a_prompt_that_is_not_computed_to_its_end_is_not_ending() -> None:
+    story = Story()
+    story.add("a", 40, max_tokens=1)
+    story.step()
+    assert story.scheduler.num_ending is None
+    story.step()
+    assert story.scheduler.num_ending == 0
+
+
 # --- lost workers ---------------------------------------------------------------------------------------------------
 
 
