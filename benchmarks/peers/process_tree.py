@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import secrets
+import time
 from collections.abc import Callable, Iterator
 
 import psutil
 
 MARK = "ANTIPHON_BENCHMARK"
+POLL_S = 0.005
 
 
 class ProcessTree:
@@ -27,15 +29,19 @@ class ProcessTree:
         self._found[pid] = psutil.Process(pid)
 
     def processes(self) -> list[psutil.Process]:
-        """Those that are alive. `is_running` tells a process from a later one of the same number."""
-        self._found = {pid: process for pid, process in self._found.items() if process.is_running()}
+        """Those that are alive, so none that only waits for its parent to ask how it ended."""
+        self._forget_dead()
         for process in psutil.process_iter():
             if process.pid not in self._found and self._is_marked(process):
                 self._found[process.pid] = process
         for process in list(self._found.values()):
             with contextlib.suppress(psutil.Error):
                 self._found.update({child.pid: child for child in process.children(recursive=True)})
+        self._forget_dead()
         return list(self._found.values())
+
+    def _forget_dead(self) -> None:
+        self._found = {pid: process for pid, process in self._found.items() if _is_alive(process)}
 
     def _is_marked(self, process: psutil.Process) -> bool:
         try:
@@ -57,9 +63,19 @@ class ProcessTree:
 
     def kill(self, timeout_s: float) -> int:
         """End at once whatever is left, and say how many those were."""
-        left = [process for process in self.processes() if process.status() != psutil.STATUS_ZOMBIE]
+        left = self.processes()
         for process in left:
             with contextlib.suppress(psutil.Error):
                 process.kill()
-        psutil.wait_procs(left, timeout=timeout_s)
+        deadline = time.monotonic() + timeout_s
+        while any(map(_is_alive, left)) and time.monotonic() < deadline:
+            time.sleep(POLL_S)
         return len(left)
+
+
+def _is_alive(process: psutil.Process) -> bool:
+    """`is_running` tells a process from a later one of the same number."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -17,6 +18,25 @@ from cluster.ingress.app import create_app
 from cluster.text.processor import TextProcessor
 from configs.schema import IngressConfig
 from tests.support.small_engine import MODEL, TOKEN, SmallEngine
+
+
+class _QuickServer(uvicorn.Server):
+    """uvicorn looks ten times a second whether it is to stop and whether it can; tests do not wait for that."""
+
+    async def main_loop(self) -> None:
+        await self.on_tick(0)
+        while not self.should_exit:  # noqa: ASYNC110 - uvicorn has no event for it
+            await asyncio.sleep(0.005)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        for server in self.servers:
+            server.close()
+        for connection in list(self.server_state.connections):
+            connection.shutdown()
+        state = self.server_state
+        while state.connections or state.tasks:  # noqa: ASYNC110 - the same; `running_server` has a deadline
+            await asyncio.sleep(0.005)
+        await self.lifespan.shutdown()
 
 
 @dataclass
@@ -46,7 +66,7 @@ async def _serve(found: SmallServer, engines: list[SmallEngine], directory: Path
     text = TextProcessor.from_directory(directory)
     async with Frontend([engine.address for engine in engines], token=TOKEN, text=text) as frontend:
         app = create_app(frontend, config, model=MODEL)
-        server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning", timeout_graceful_shutdown=2))
+        server = _QuickServer(uvicorn.Config(app, port=0, log_level="warning", timeout_graceful_shutdown=2))
         found.frontend, found.server = frontend, server
         serving = asyncio.create_task(server.serve())
         while not server.started:  # noqa: ASYNC110 - uvicorn has no event for it

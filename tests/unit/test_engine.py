@@ -37,7 +37,7 @@ from cluster.transport import Connection, QueuedConnection, connect
 from configs.schema import ClusterConfig
 from scheduler.sampling_params import SamplingParams
 from tests.support.fake_ranks import FakeRank, expected_tokens
-from tests.support.small_engine import TOKEN, SmallEngine, make_config, running_engine
+from tests.support.small_engine import TOKEN, ManualClock, SmallEngine, make_config, running_engine
 
 PROMPT = [5, 6, 7, 8]
 ROOT = Path(__file__).parents[2]
@@ -109,6 +109,14 @@ def _close_clients() -> Iterator[None]:
 @pytest.fixture
 def engine() -> Iterator[SmallEngine]:
     with running_engine() as engine:
+        yield engine
+
+
+@contextlib.contextmanager
+def engine_with_clock(clock: ManualClock, num_ranks: int = 1, **config: float) -> Iterator[SmallEngine]:
+    with running_engine(
+        make_config(**{"heartbeat_s": 0.05, **config}), num_ranks=num_ranks, clock=clock, rank_heartbeat_s=0.01
+    ) as engine:
         yield engine
 
 
@@ -322,7 +330,8 @@ def test_a_killed_rank_is_blamed_and_not_the_neighbour_that_only_noticed_it() ->
 
 
 def test_a_hung_rank_is_named_with_its_last_acknowledged_step() -> None:
-    with running_engine(make_config(step_timeout_s=0.4, heartbeat_s=0.05), num_ranks=2) as engine:
+    clock = ManualClock()
+    with engine_with_clock(clock, num_ranks=2, step_timeout_s=0.4) as engine:
         client = Client(engine)
         client.ask(1, max_tokens=4)
         client.finish(1)
@@ -331,6 +340,8 @@ def test_a_hung_rank_is_named_with_its_last_acknowledged_step() -> None:
         engine.ranks[0].model.blocked.set()  # waits in the collective, and pulses
         engine.ranks[1].fall_silent()
         client.ask(2)
+        client.next(Accepted)
+        engine.let_pass(clock, 0.45, heard=[0])
         reason = client.next(Failed).reason
         assert "was not answered within 0.4 s: rank 1 on node test, pid 1001 is silent" in reason
         assert f"last acknowledged step: {last}" in reason
@@ -338,12 +349,14 @@ def test_a_hung_rank_is_named_with_its_last_acknowledged_step() -> None:
 
 
 def test_a_rank_that_is_stopped_in_a_step_is_seen_long_before_the_step_is_late() -> None:
-    with running_engine(make_config(step_timeout_s=60.0, heartbeat_s=0.05), num_ranks=2) as engine:
+    clock = ManualClock()
+    with engine_with_clock(clock, num_ranks=2, step_timeout_s=60.0) as engine:
         client = Client(engine)
         engine.ranks[0].model.blocked.set()
         engine.ranks[1].fall_silent()
         client.ask(1)
         client.next(Accepted)
+        engine.let_pass(clock, 0.55, heard=[0])
         assert "rank 1 on node test, pid 1001 is silent" in client.next(Failed).reason
         assert not engine.loop.is_reason_secondhand
 
@@ -372,36 +385,44 @@ def test_a_pause_of_our_own_process_is_nobody_s_silence() -> None:
 
 
 def test_ranks_that_are_all_alive_and_too_slow_are_all_named() -> None:
-    with running_engine(make_config(step_timeout_s=0.4, heartbeat_s=0.05)) as engine:
+    clock = ManualClock()
+    with engine_with_clock(clock, step_timeout_s=0.4) as engine:
         client = Client(engine)
         engine.ranks[0].model.blocked.set()
         client.ask(1)
+        client.next(Accepted)
+        engine.let_pass(clock, 0.45, heard=[0])
         assert "rank 0 on node test, pid 1000 is alive but still busy" in client.next(Failed).reason
 
 
 def test_an_idle_rank_is_asked_for_a_sign_of_life_and_gives_it() -> None:
-    with running_engine(make_config(step_timeout_s=0.25, heartbeat_s=0.05)) as engine:
-        time.sleep(0.5)
+    clock = ManualClock()
+    with engine_with_clock(clock, step_timeout_s=0.25) as engine:
+        engine.let_pass(clock, 0.5, heard=[0])
         assert engine.loop.status().state == "healthy"
 
 
 def test_a_rank_that_waited_long_for_a_slow_neighbour_is_not_taken_for_hung() -> None:
-    with running_engine(make_config(step_timeout_s=5.0, heartbeat_s=0.02), num_ranks=2) as engine:
+    clock = ManualClock()
+    with engine_with_clock(clock, num_ranks=2, heartbeat_s=0.02) as engine:
         client = Client(engine)
         engine.ranks[0].model.blocked.set()
         client.ask(1, max_tokens=1)
         client.next(Accepted)
-        time.sleep(0.4)  # twice the silence that an idle rank is allowed
+        assert wait_until(lambda: engine.ranks[1].channel.last_step == 0)
+        engine.let_pass(clock, 0.4, heard=[0])  # twice the silence that an idle rank is allowed
         engine.ranks[0].model.blocked.clear()
         assert client.finish(1) == [expected_tokens(PROMPT, 1)]
-        time.sleep(0.1)
+        engine.let_pass(clock, 0.1, heard=[0, 1])
         assert engine.loop.status().state == "healthy"
 
 
 def test_an_idle_rank_that_gives_no_sign_of_life_is_named() -> None:
-    with running_engine(make_config(step_timeout_s=0.25, heartbeat_s=0.05)) as engine:
+    clock = ManualClock()
+    with engine_with_clock(clock, step_timeout_s=0.25) as engine:
         engine.ranks[0].fall_silent()
-        assert wait_until(lambda: engine.loop.status().state == "failed")
+        engine.let_pass(clock, 0.4)
+        assert engine.loop.status().state == "failed"
         assert "rank 0 on node test, pid 1000 hung while idle" in engine.loop.status().reason
 
 
@@ -449,17 +470,19 @@ def test_draining_has_a_deadline(engine: SmallEngine) -> None:
 
 
 def test_work_without_progress_is_explained_once_per_period(caplog: pytest.LogCaptureFixture) -> None:
-    with running_engine(make_config(stall_timeout_s=0.1, max_num_seqs=1)) as engine, caplog.at_level(logging.WARNING):
+    clock = ManualClock()
+    config = make_config(stall_timeout_s=0.1, max_num_seqs=1)
+    with running_engine(config, clock=clock) as engine, caplog.at_level(logging.WARNING):
         client = Client(engine)
         engine.ranks[0].model.blocked.set()
-        started = time.monotonic()
-        client.ask(1)
-        client.ask(2)
-        time.sleep(0.35)
+        for request_id in (1, 2):
+            client.ask(request_id)
+            client.next(Accepted)
+        engine.let_pass(clock, 0.34)
         lines = [record.message for record in caplog.records if "no progress" in record.message]
         assert lines[0].startswith("no progress for 0.1 s: 1 running, 1 waiting, ")
         assert "0 of 1 slots free" in lines[1]
-        assert 2 <= lines.count(lines[0]) <= (time.monotonic() - started) / 0.1
+        assert lines.count(lines[0]) == 3
 
 
 def wait_until(condition: Any, timeout: float = 3.0) -> bool:

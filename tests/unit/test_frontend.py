@@ -150,7 +150,11 @@ def test_a_lost_rank_reaches_every_stream_after_the_text_before_it(text: TextPro
         with_frontend(text, [engine], work)
 
 
-def test_a_lost_scheduler_fails_its_streams_and_its_successor_is_found(text: TextProcessor) -> None:
+def test_a_lost_scheduler_fails_its_streams_and_its_successor_is_found(
+    text: TextProcessor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cluster.replica_client.RECONNECT_PERIOD_S", 0.02)
+
     async def work(frontend: Frontend, engine: SmallEngine) -> None:
         stream = frontend.generate(PROMPT, LONG)
         await anext(stream)
@@ -188,8 +192,8 @@ def test_no_scheduler_at_all_is_said_within_the_deadline(text: TextProcessor) ->
         listener.close()
         frontend = Frontend([Address("127.0.0.1", listener.address.port)], token=TOKEN, text=text)
         started = time.monotonic()
-        with pytest.raises(Unavailable, match=r"no scheduler answered within 0.2 s \(127.0.0.1"):
-            await frontend.start(0.2)
+        with pytest.raises(Unavailable, match=r"no scheduler answered within 0.05 s \(127.0.0.1"):
+            await frontend.start(0.05)
         assert time.monotonic() - started < 1.0
 
     asyncio.run(work())

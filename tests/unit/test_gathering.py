@@ -155,7 +155,7 @@ def test_streams_that_end_by_a_token_while_a_step_is_ahead_stay_in_step(engine: 
 
 
 def test_where_a_stream_goes_on_others_start_as_they_come(engine: SmallEngine) -> None:
-    long, short = Streams(engine, max_tokens=100), Streams(engine)
+    long, short = Streams(engine, max_tokens=50), Streams(engine)
     long.begin(1)
     short.begin(2)
     engine.ranks[0].model.blocked.clear()

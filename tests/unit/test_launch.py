@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -10,9 +12,11 @@ from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
+from typer.testing import CliRunner
 
 from cluster.demo import Stream, _print_whole_lines, _take_event, _times
 from cluster.deployment_errors import ModelError, StartupError, UsageError
+from cluster.launch import app
 from cluster.offline import Answer, _publish, opened
 from cluster.phases import Phases
 from cluster.preflight import listen
@@ -26,6 +30,15 @@ ROOT = Path(__file__).resolve().parents[2]
 def deploy(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(ROOT / "deploy.py"), *arguments]
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=30, check=False)
+
+
+def refused(*arguments: str) -> tuple[int, str]:
+    """Exit code and error output without a process, where signals and environment have not been touched yet."""
+    environment, handler = dict(os.environ), signal.getsignal(signal.SIGTERM)
+    result = CliRunner().invoke(app, arguments)
+    assert isinstance(result.exception, SystemExit), result.exception
+    assert (dict(os.environ), signal.getsignal(signal.SIGTERM)) == (environment, handler)
+    return result.exit_code, result.stderr
 
 
 def test_the_launcher_loads_neither_ray_nor_torch():
@@ -48,7 +61,6 @@ def test_every_command_is_listed(tmp_path):
         (["serve", "nothere.yaml"], 2, "nothere.yaml does not exist"),
         (["serve", "tiny-random", "--set", "cache.blocksize=3"], 2, "did you mean cache.block_size?"),
         (["serve", "tiny-random", "--set", "ingress.host=192.0.2.77"], 5, "set ingress.host"),
-        (["serve", "tiny-random", "--set", "model.path=/nonexistent"], 3, "/nonexistent does not exist"),
         (["serve", "tiny-random", "--set", "cluster.address=http://head:8265"], 2, "ray job submit"),
         (["serve", "tiny-random", "--set", "cluster.address=127.0.0.1:1"], 5, "no Ray head answers"),
         (["generate", "tiny-random"], 2, "nothing to answer"),
@@ -57,20 +69,29 @@ def test_every_command_is_listed(tmp_path):
     ids=lambda value: value if isinstance(value, str) else None,
 )
 def test_bad_input_is_one_line_with_an_exit_code(arguments, exit_code, message):
-    result = deploy(*arguments)
-    assert result.returncode == exit_code
-    assert message in result.stderr
-    assert result.stderr.count("error:") == 1
-    assert result.stderr.strip().splitlines()[-1].startswith("error:")
+    code, stderr = refused(*arguments)
+    assert code == exit_code
+    assert is_one_error(stderr, message)
+
+
+def test_a_model_that_does_not_exist_is_one_line_with_an_exit_code():
+    result = deploy("serve", "tiny-random", "--set", "model.path=/nonexistent")
+    assert result.returncode == 3
+    assert is_one_error(result.stderr, "/nonexistent does not exist")
     assert "Traceback" not in result.stderr
+
+
+def is_one_error(stderr: str, message: str) -> bool:
+    is_last = stderr.strip().splitlines()[-1].startswith("error:")
+    return message in stderr and stderr.count("error:") == 1 and is_last
 
 
 def test_a_port_in_use_is_refused_before_anything_is_loaded():
     with listen("127.0.0.1", 0) as holder:
         port = holder.getsockname()[1]
-        result = deploy("serve", "tiny-random", "--set", f"ingress.port={port}")
-    assert result.returncode == 5
-    assert f"port {port} on 127.0.0.1 is in use" in result.stderr
+        code, stderr = refused("serve", "tiny-random", "--set", f"ingress.port={port}")
+    assert code == 5
+    assert f"port {port} on 127.0.0.1 is in use" in stderr
 
 
 def test_prompts_come_from_the_command_line_then_from_the_file(tmp_path):
