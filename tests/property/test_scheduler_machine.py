@@ -217,7 +217,7 @@ def test_no_story_loses_repeats_or_changes_a_token(capsys: pytest.CaptureFixture
     run_state_machine_as_test(
         SchedulerMachine,
         settings=settings(
-            max_examples=190,
+            max_examples=230,
             stateful_step_count=30,
             deadline=None,
             derandomize=True,
