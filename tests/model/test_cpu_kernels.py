@@ -63,6 +63,17 @@ def test_products_of_any_number_of_rows_equal_those_of_pytorch(kernels, pool, we
         assert_near(actual, F.linear(x, weight, bias), TOLERANCE[weight_format])
 
 
+@pytest.mark.parametrize("weight_format", Format)
+@pytest.mark.parametrize("exact", [True, False])
+def test_products_of_many_rows_by_wide_matrices_equal_those_of_pytorch(kernels, pool, weight_format, exact):
+    """More of both than the caches hold, so that they are multiplied part by part."""
+    weight = kept_exactly(random(70, 2600, scale=0.1), weight_format)
+    matrix = PackedMatrix(kernels, pool, weight, format=weight_format, exact=exact)
+    x = random(700, 2600).bfloat16().float()
+    actual = linear(kernels, pool, matrix, x, 70, Then.ADD)
+    assert_near(actual, F.linear(x, weight) + 1, max(TOLERANCE[weight_format], 1e-5))
+
+
 def test_bfloat16_rounds_the_activations_of_long_prompts_only(kernels, pool):
     weight = random(64, 576, scale=0.1).bfloat16().float()
     matrix = PackedMatrix(kernels, pool, weight, format=Format.BFLOAT16)
@@ -195,6 +206,14 @@ def test_mixed_rows_attend_like_the_reference(kernels, pool, block_size, dtype):
     scene = PagedScene(kernels, pool, query_lens, seq_lens, block_size=block_size, heads=(6, 2), dim=32, dtype=dtype)
     for window, soft_cap in ((None, None), (1, None), (7, 3.0), (20, None), (200, 3.0), (None, 3.0)):
         scene.check(scale=0.3, window=window, soft_cap=soft_cap)
+
+
+@pytest.mark.parametrize("dtype", KV_DTYPES.values(), ids=KV_DTYPES)
+def test_coarse_prompts_lose_no_more_than_the_rounding_to_bfloat16(kernels, pool, dtype):
+    scene = PagedScene(kernels, pool, [9, 150, 1], [300, 150, 17], block_size=16, heads=(6, 2), dim=64, dtype=dtype)
+    for window, soft_cap in ((None, None), (20, None), (None, 3.0)):
+        options = {"scale": 0.1, "window": window, "soft_cap": soft_cap}
+        assert_near(scene.attend(**options, coarse=True), scene.attend(**options), 0.01)
 
 
 @pytest.mark.parametrize("dtype", KV_DTYPES.values(), ids=KV_DTYPES)

@@ -69,6 +69,7 @@ def attend(
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
+    coarse: bool = False,
 ) -> Tensor:
     out = torch.full_like(q, torch.nan)
     call = CAttentionCall(
@@ -87,6 +88,7 @@ def attend(
         out_stride=out.stride(0),
         scale=scale,
         soft_cap=soft_cap or 0.0,
+        coarse=coarse,
     )
     kernels.attend(pool.handle, byref(call), window or 0)
     return out

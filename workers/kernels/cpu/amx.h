@@ -44,6 +44,8 @@ class AmxScope {
   bool active_;
 };
 
+ANTIPHON_INLINE void prefetch_to_write(const float* line) { asm volatile("prefetchw %0" : : "m"(*line)); }
+
 // A quarter of the weights of a later step. All of them at once would hold up the tiles of this one, and tiles loaded
 // without it wait for memory while nothing is multiplied.
 template <int Quarter>
@@ -53,28 +55,52 @@ ANTIPHON_INLINE void prefetch_tiles(const char* weights) {
   for (int line = 0; line < 8; ++line) prefetch(weights + kAhead + (8 * Quarter + line) * 64);
 }
 
+// What a sum of products does to the caches while it multiplies.
+struct AmxPass {
+  bool fresh = false;      // the weights come from memory, and are fetched some way ahead
+  bool streaming = false;  // the rows are not kept in the first cache, which the weights do not leave
+  bool more = false;       // `sums` holds products of smaller k, to be added to
+};
+
 // Sums [16 or 32][kPanel] of up to 32 rows. Rows past `count` are read (they belong to the same buffer) and come out
-// as anything; a second tile that no row needs is left out. `fresh`: the weights come from memory.
+// as anything; a second tile that no row needs is left out. Tiles take many cycles for few instructions: `meanwhile` is
+// called between them, to do something else.
 #define ANTIPHON_AMX_SUM(dot, Element, per_tile)                                             \
   const bool both = count > 16;                                                              \
-  _tile_zero(0);                                                                             \
-  _tile_zero(1);                                                                             \
-  _tile_zero(2);                                                                             \
-  _tile_zero(3);                                                                             \
-  const int64_t tile_bytes = 16 * kPanel * 4;                                                \
+  if (pass.more) {                                                                           \
+    _tile_loadd(0, sums, kPanel * 4);                                                        \
+    _tile_loadd(1, sums + 16, kPanel * 4);                                                   \
+    _tile_loadd(2, sums + 16 * kPanel, kPanel * 4);                                          \
+    _tile_loadd(3, sums + 16 * kPanel + 16, kPanel * 4);                                     \
+  } else {                                                                                   \
+    _tile_zero(0);                                                                           \
+    _tile_zero(1);                                                                           \
+    _tile_zero(2);                                                                           \
+    _tile_zero(3);                                                                           \
+  }                                                                                          \
+  const int64_t tile_bytes = 16 * kPanel * 4, a_bytes = stride * sizeof(Element);            \
   const char* w = reinterpret_cast<const char*>(weights);                                    \
   for (int64_t i = 0; i < k; i += per_tile, w += tile_bytes) {                               \
-    _tile_loadd(4, a + i, stride * sizeof(Element));                                         \
-    if (fresh) prefetch_tiles<0>(w);                                                         \
+    if (pass.streaming) {                                                                    \
+      _tile_stream_loadd(4, a + i, a_bytes);                                                 \
+    } else {                                                                                 \
+      _tile_loadd(4, a + i, a_bytes);                                                        \
+    }                                                                                        \
+    if (pass.fresh) prefetch_tiles<0>(w);                                                    \
     _tile_loadd(6, w, kPanel * 4);                                                           \
-    if (fresh) prefetch_tiles<1>(w);                                                         \
+    if (pass.fresh) prefetch_tiles<1>(w);                                                    \
     dot(0, 4, 6);                                                                            \
-    if (fresh) prefetch_tiles<2>(w);                                                         \
+    if (pass.fresh) prefetch_tiles<2>(w);                                                    \
     _tile_loadd(7, w + 64, kPanel * 4);                                                      \
-    if (fresh) prefetch_tiles<3>(w);                                                         \
+    if (pass.fresh) prefetch_tiles<3>(w);                                                    \
     dot(1, 4, 7);                                                                            \
+    meanwhile();                                                                             \
     if (both) {                                                                              \
-      _tile_loadd(5, a + 16 * stride + i, stride * sizeof(Element));                         \
+      if (pass.streaming) {                                                                  \
+        _tile_stream_loadd(5, a + 16 * stride + i, a_bytes);                                 \
+      } else {                                                                               \
+        _tile_loadd(5, a + 16 * stride + i, a_bytes);                                        \
+      }                                                                                      \
       dot(2, 5, 6);                                                                          \
       dot(3, 5, 7);                                                                          \
     }                                                                                        \
@@ -86,13 +112,15 @@ ANTIPHON_INLINE void prefetch_tiles(const char* weights) {
     _tile_stored(3, sums + 16 * kPanel + 16, kPanel * 4);                                    \
   }
 
-inline void amx_sum_int8(const uint8_t* a, int64_t stride, const int8_t* weights, int64_t k, int64_t count,
-                         bool fresh, int32_t* sums) {
+template <typename Meanwhile>
+ANTIPHON_INLINE void amx_sum(const uint8_t* a, int64_t stride, const int8_t* weights, int64_t k, int64_t count,
+                             const AmxPass& pass, int32_t* sums, const Meanwhile& meanwhile) {
   ANTIPHON_AMX_SUM(_tile_dpbusd, uint8_t, 64);
 }
 
-inline void amx_sum_bfloat16(const bf16* a, int64_t stride, const bf16* weights, int64_t k, int64_t count,
-                             bool fresh, float* sums) {
+template <typename Meanwhile>
+ANTIPHON_INLINE void amx_sum(const bf16* a, int64_t stride, const bf16* weights, int64_t k, int64_t count,
+                             const AmxPass& pass, float* sums, const Meanwhile& meanwhile) {
   ANTIPHON_AMX_SUM(_tile_dpbf16ps, bf16, 32);
 }
 

@@ -77,6 +77,7 @@ struct AttentionCall {
   int64_t out_stride;
   float scale;
   float soft_cap;  // 0: none
+  int32_t coarse;  // not 0: prompts may be computed in bfloat16, whose sums are float32
 };
 
 // Where a sequence's keys lie in the cache, one after the other.

@@ -45,7 +45,9 @@ inline void write_tile(const AttentionCall& call, const TilePlace& place, const 
   for (int64_t r = 0; r < place.rows; ++r, sums += stride) {
     const float inverse = 1 / weights[r];
     float* out = call.out + place.offset_of(r, call.out_stride);
-    for (int64_t d = 0; d < place.dim; ++d) out[d] = sums[d] * inverse;
+    int64_t d = 0;
+    for (; d + W <= place.dim; d += W) store(out + d, load(sums + d) * inverse);
+    for (; d < place.dim; ++d) out[d] = sums[d] * inverse;
   }
 }
 
@@ -64,7 +66,7 @@ inline void soften_row(float* scores, int64_t from, int64_t to, int64_t seen, fl
   for (int64_t i = to; i < padded; ++i) scores[i] = kLowest;
   Vec highest = splat(largest);
   for (int64_t i = 0; i < padded; i += W) highest = vmax(load(scores + i), highest);
-  const float now = max_lane(highest), factor = std::exp(largest - now);
+  const float now = max_lane(highest), factor = now == largest ? 1 : std::exp(largest - now);
   Vec total = Vec{};
   for (int64_t i = 0; i < padded; i += W) {
     Vec e = vexp_bounded(load(scores + i) - now);

@@ -51,11 +51,12 @@ _X86 = ("x86_64", "AMD64")
 _AVX2 = frozenset({"avx2", "fma", "f16c", "bmi1", "bmi2", "movbe"})
 _AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl", "avx512_vnni"}
 _AMX = frozenset({"amx_tile", "amx_int8", "amx_bf16"})
+_AMX_FLAGS = ("-mavx512bf16", "-mamx-tile", "-mamx-int8", "-mamx-bf16")
 _VNNI_FLAGS = ("-march=x86-64-v4", "-mavx512vnni", "-mprefer-vector-width=512")
 
 # The best first.
 VARIANTS = (
-    Variant("amx", _X86, (*_VNNI_FLAGS, "-mamx-tile", "-mamx-int8", "-mamx-bf16"), _AVX512 | _AMX),
+    Variant("amx", _X86, (*_VNNI_FLAGS, *_AMX_FLAGS), _AVX512 | _AMX | {"avx512_bf16"}),
     Variant("avx512", _X86, _VNNI_FLAGS, _AVX512),
     Variant("avx2", _X86, ("-march=x86-64-v3",), _AVX2),
     Variant("neon", ("aarch64", "arm64"), ("-mcpu=native",), frozenset()),

@@ -48,6 +48,7 @@ void Decoder::reserve(int64_t num_tokens) {
   qkv_.reserve(rows, heads);
   attended_.reserve(rows, d.num_heads * d.head_dim);
   inner_.reserve(rows, d.inner);
+  row_of_thread_.reserve(pool_.size(), d.hidden);
   for (int64_t i = 0; i < d.num_ropes; ++i) {
     cosines_[i].reserve(rows, d.head_dim / 2);
     sines_[i].reserve(rows, d.head_dim / 2);
@@ -56,21 +57,24 @@ void Decoder::reserve(int64_t num_tokens) {
   operand_stride_ = round_up<int64_t>(widest, 64) + 64;
   numbers_ = take<uint8_t>(2 * rows * operand_stride_);
   scales_ = take<float>(rows);
-  if (amx_available()) digits_ = take<bf16>(kMostDigits * rows * operand_stride_);
+  if (amx_available()) {
+    digits_ = take<bf16>(kMostDigits * rows * operand_stride_);
+    inner_digits_ = take_zeros<bf16>(kMostDigits * rows * operand_stride_);
+  }
   capacity_ = num_tokens;
 }
 
 template <typename Body>
 void Decoder::for_rows(int64_t num_rows, int64_t row_size, const Body& body) {
   const int64_t grain = std::max<int64_t>(1, kFloatsWorthSharing / std::max<int64_t>(row_size, 1));
-  pool_.run_ranges(num_rows, grain, [&](int64_t first, int64_t last, int) {
-    for (int64_t row = first; row < last; ++row) body(row);
+  pool_.run_ranges(num_rows, grain, [&](int64_t first, int64_t last, int thread) {
+    for (int64_t row = first; row < last; ++row) body(row, thread);
   });
 }
 
 void Decoder::embed(const Step& step) {
   const Description& d = description_;
-  for_rows(step.num_tokens, d.hidden * 4, [&](int64_t row) {
+  for_rows(step.num_tokens, d.hidden * 4, [&](int64_t row, int) {
     float* out = residual_.row(row);
     const int64_t local = step.token_ids[row] - d.first_token;
     if (local < 0 || local >= d.num_tokens) {
@@ -90,7 +94,7 @@ void Decoder::make_rotations(const Step& step) {
   for (int64_t rope = 0; rope < d.num_ropes; ++rope) {
     const float* frequencies = d.rope_frequencies[rope];
     const float factor = d.rope_factors[rope];
-    for_rows(step.num_tokens, half * 16, [&](int64_t row) {
+    for_rows(step.num_tokens, half * 16, [&](int64_t row, int) {
       float *cos = cosines_[rope].row(row), *sin = sines_[rope].row(row);
       if (frequencies == nullptr) {
         memcpy(cos, step.cosines[rope] + row * half, half * 4);
@@ -131,15 +135,20 @@ Rows Decoder::prepare(const Matrix& matrix, const Buffer& input, int64_t width, 
     rows.digits_stride = operand_stride_;
     rows.num_digits = num_digits_wanted(matrix, num_rows);
   }
-  if (norm == nullptr && !in_numbers && rows.num_digits == 0) return rows;
-  for_rows(num_rows, width * (1 + rows.num_digits), [&](int64_t row) {
-    if (norm != nullptr) rms_norm(residual_.row(row), norm, width, description_.eps, input.row(row));
+  const bool as_it_is = !in_numbers && rows.num_digits == 0;
+  if (norm == nullptr && as_it_is) return rows;
+  for_rows(num_rows, width * (1 + rows.num_digits), [&](int64_t row, int thread) {
+    float* values = input.row(row);
+    if (norm != nullptr) {
+      if (!as_it_is) values = row_of_thread_.row(thread);  // nobody reads it later
+      rms_norm(residual_.row(row), norm, width, description_.eps, values);
+    }
     if (in_numbers) {
       uint8_t* numbers = numbers_.get() + 2 * row * operand_stride_;
-      scales_[row] = quantize_row(input.row(row), width, matrix.padded_k, numbers, numbers + operand_stride_);
+      scales_[row] = quantize_row(values, width, matrix.padded_k, numbers, numbers + operand_stride_);
     } else if (rows.num_digits > 0) {
       bf16* digits = digits_.get() + row * rows.num_digits * operand_stride_;
-      split_row(input.row(row), width, matrix.padded_k, rows.num_digits, digits, operand_stride_);
+      split_row(values, width, matrix.padded_k, rows.num_digits, digits, operand_stride_);
     }
   });
   return rows;
@@ -150,7 +159,7 @@ void Decoder::rotate_and_store(const Layer& layer, const Step& step) {
   const int64_t dim = shape_.head_dim, heads = shape_.num_heads, kv_heads = shape_.num_kv_heads;
   const Cache cache{layer.k_cache,      layer.v_cache, layer.block_stride, layer.token_stride, layer.head_stride,
                     static_cast<int32_t>(description_.kv_block_size), description_.kv_format};
-  for_rows(step.num_tokens, (heads + 2 * kv_heads) * dim, [&](int64_t row) {
+  for_rows(step.num_tokens, (heads + 2 * kv_heads) * dim, [&](int64_t row, int) {
     float* head = qkv_.row(row);
     const float *cos = cosines_[layer.rope].row(row), *sin = sines_[layer.rope].row(row);
     for (int64_t h = 0; h < heads + kv_heads; ++h, head += dim) {
@@ -175,24 +184,24 @@ void Decoder::run_layer_attention(const Layer& layer, const Step& step) {
   call.out_stride = attended_.stride();
   call.scale = description_.attention_scale;
   call.soft_cap = description_.attention_soft_cap;
+  call.coarse = layer.qkv->format != Format::kFloat32 && !layer.qkv->exact;
   attend(pool_, call, plans_[plan_of_layer_[index]], scratch_);
 }
 
 // residual += product, by way of the other ranks and of a norm where the model has them.
-int32_t Decoder::add_product(const Matrix& matrix, const Buffer& input, int64_t width, const float* out_norm,
-                             const float* bias, int64_t num_tokens) {
-  const Rows rows = prepare(matrix, input, width, num_tokens);
+int32_t Decoder::add_product(const Matrix& matrix, const Rows& rows, const float* out_norm, const float* bias,
+                             int64_t num_tokens) {
   const int64_t hidden = description_.hidden;
   const bool direct = description_.all_reduce == nullptr && out_norm == nullptr;
   Buffer& target = direct ? residual_ : delta_;
   const Then then = direct ? Then::kAdd : Then::kStore;
-  multiply(pool_, matrix, rows, num_tokens, {target.row(0), target.stride(), matrix.padded_columns(), then, 0});
+  multiply(pool_, matrix, rows, num_tokens, {target.row(0), target.stride(), matrix.padded_columns(), then});
   if (direct) return 0;
   if (description_.all_reduce != nullptr) {
     const int32_t status = description_.all_reduce(description_.group, delta_.row(0), num_tokens * delta_.stride());
     if (status != 0) return status;
   }
-  for_rows(num_tokens, hidden, [&](int64_t row) {
+  for_rows(num_tokens, hidden, [&](int64_t row, int) {
     float *delta = delta_.row(row), *residual = residual_.row(row);
     if (bias != nullptr) {
       for (int64_t i = 0; i < hidden; ++i) delta[i] += bias[i];
@@ -201,6 +210,28 @@ int32_t Decoder::add_product(const Matrix& matrix, const Buffer& input, int64_t 
     for (int64_t i = 0; i < hidden; ++i) residual[i] += delta[i];
   });
   return 0;
+}
+
+// What the layer's last product multiplies. Where that is digits, they are written as they come.
+Rows Decoder::run_inner(const Layer& layer, int64_t num_tokens) {
+  const Rows rows = prepare(*layer.gate_up, normed_, description_.hidden, num_tokens, layer.mlp_norm);
+  const Then activation = static_cast<Then>(description_.activation);
+  Output out{inner_.row(0), inner_.stride(), layer.gate_up->padded_columns(), activation};
+  const int num_digits = num_digits_wanted(*layer.down, num_tokens);
+  if (num_digits == 0) {
+    multiply(pool_, *layer.gate_up, rows, num_tokens, out);
+    return prepare(*layer.down, inner_, description_.inner, num_tokens);
+  }
+  out.data = nullptr;
+  out.digits = inner_digits_.get();
+  out.num_digits = num_digits;
+  out.stride = operand_stride_;
+  multiply(pool_, *layer.gate_up, rows, num_tokens, out);
+  Rows inner{};
+  inner.digits = out.digits;
+  inner.digits_stride = out.stride;
+  inner.num_digits = num_digits;
+  return inner;
 }
 
 int32_t Decoder::forward(const Step& step) {
@@ -217,21 +248,17 @@ int32_t Decoder::forward(const Step& step) {
   for (const Layer& layer : layers_) {
     if (shape_.num_heads > 0) {
       const Rows rows = prepare(*layer.qkv, normed_, d.hidden, n, layer.attention_norm);
-      multiply(pool_, *layer.qkv, rows, n, {qkv_.row(0), qkv_.stride(), layer.qkv->padded_columns(), Then::kStore, 0});
+      multiply(pool_, *layer.qkv, rows, n, {qkv_.row(0), qkv_.stride(), layer.qkv->padded_columns(), Then::kStore});
       rotate_and_store(layer, step);
       run_layer_attention(layer, step);
     }
-    const int64_t attended = d.num_heads * d.head_dim;
-    int32_t status = add_product(*layer.output, attended_, attended, layer.attention_out_norm, layer.output_bias, n);
+    const Rows attended = prepare(*layer.output, attended_, d.num_heads * d.head_dim, n);
+    int32_t status = add_product(*layer.output, attended, layer.attention_out_norm, layer.output_bias, n);
     if (status != 0) return status;
-    const Rows rows = prepare(*layer.gate_up, normed_, d.hidden, n, layer.mlp_norm);
-    const Then activation = static_cast<Then>(d.activation);
-    multiply(pool_, *layer.gate_up, rows, n,
-             {inner_.row(0), inner_.stride(), layer.gate_up->padded_columns(), activation, 0});
-    status = add_product(*layer.down, inner_, d.inner, layer.mlp_out_norm, layer.down_bias, n);
+    status = add_product(*layer.down, run_inner(layer, n), layer.mlp_out_norm, layer.down_bias, n);
     if (status != 0) return status;
   }
-  for_rows(n, d.hidden, [&](int64_t row) {
+  for_rows(n, d.hidden, [&](int64_t row, int) {
     rms_norm(residual_.row(row), d.final_norm, d.hidden, d.eps, step.hidden + row * d.hidden);
   });
   return 0;

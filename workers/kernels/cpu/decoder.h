@@ -86,8 +86,9 @@ class Decoder {
   void plan_attention(const Step& step);
   void run_layer_attention(const Layer& layer, const Step& step);
   void rotate_and_store(const Layer& layer, const Step& step);
-  int32_t add_product(const Matrix& matrix, const Buffer& input, int64_t width, const float* out_norm,
-                      const float* bias, int64_t num_tokens);
+  int32_t add_product(const Matrix& matrix, const Rows& rows, const float* out_norm, const float* bias,
+                      int64_t num_tokens);
+  Rows run_inner(const Layer& layer, int64_t num_tokens);
   Rows prepare(const Matrix& matrix, const Buffer& input, int64_t width, int64_t num_rows,
                const float* norm = nullptr);
   template <typename Body>
@@ -102,9 +103,10 @@ class Decoder {
   std::vector<int32_t> plan_of_layer_;
   int64_t capacity_ = 0;
   Buffer residual_, normed_, qkv_, attended_, inner_, delta_, cosines_[2], sines_[2];
+  Buffer row_of_thread_;
   Memory<uint8_t> numbers_;  // of all of this a step touches what its matrices ask for
   Memory<float> scales_;
-  Memory<bf16> digits_;
+  Memory<bf16> digits_, inner_digits_;
   int64_t operand_stride_ = 0;
 };
 

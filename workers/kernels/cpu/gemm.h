@@ -32,7 +32,9 @@ struct Output {
   int64_t stride;
   int64_t columns;  // writable; a multiple of kPanel (W where gated) is fastest
   Then then;
-  float soft_cap;
+  float soft_cap = 0;
+  bf16* digits = nullptr;  // instead of `data`: as a later product wants its rows, see Rows; any columns are writable
+  int num_digits = 0;
 };
 
 // out = rows [m, k] times the matrix's transpose, plus its bias. All threads of the pool take part.
@@ -50,8 +52,8 @@ constexpr int kMostDigits = 3;
 // Weights are read once, front to back: what comes next is fetched as far as the second cache, early enough.
 ANTIPHON_INLINE void prefetch_weights(const void* weights) {
   constexpr int64_t kAhead = 5120;
-  __builtin_prefetch(static_cast<const char*>(weights) + kAhead, 0, 2);
-  if (W == 16) __builtin_prefetch(static_cast<const char*>(weights) + kAhead + 64, 0, 2);
+  prefetch_to_second_cache(static_cast<const char*>(weights) + kAhead);
+  if (W == 16) prefetch_to_second_cache(static_cast<const char*>(weights) + kAhead + 64);
 }
 
 // The fp32 product itself, shared with attention: acc[r] += sum over k of a[r * lda + k] * b[k], b [k][kPanel].

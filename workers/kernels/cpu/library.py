@@ -126,6 +126,7 @@ class CAttentionCall(Structure):
         ("out", c_void_p),
         ("out_stride", c_int64),
         *[(name, c_float) for name in ("scale", "soft_cap")],
+        ("coarse", c_int32),
     ]
 
 
