@@ -21,7 +21,8 @@ ROWS = (1, 2, 5, 12, 13, 16, 17, 33, 70)
 KV_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
 KV_TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-5, torch.int8: 1e-4}  # operands of 15 or 16 bits
 NAN_BYTE = 255  # NaN in every floating-point type, and in the scale of int8
-TOLERANCE = {Format.FLOAT32: 2e-6, Format.BFLOAT16: 2e-6, Format.INT8: 2e-4}
+TOLERANCE = {Format.FLOAT32: 2e-6, Format.BFLOAT16: 2e-6, Format.INT8: 2e-4, Format.INT4: 2e-4}
+INT4_ROWS_IN_16_BITS = 33  # with AMX, weights in 4 bits are rounded to bfloat16 numbers for so many rows
 
 
 @pytest.fixture(scope="module", params=variants_here())
@@ -43,7 +44,22 @@ def kept_exactly(weight, weight_format):
     if weight_format is Format.INT8:
         step = weight.abs().amax(dim=1, keepdim=True) / 127
         return (weight / step).round() * step
+    if weight_format is Format.INT4:
+        return torch.cat([from_levels(group, 15) for group in weight.split(32, dim=1)], dim=1)
     return weight.bfloat16().float() if weight_format is Format.BFLOAT16 else weight
+
+
+def from_levels(group, num_steps):
+    """The weights of one group for each output, moved to the nearest of evenly spaced levels."""
+    least = group.amin(dim=1, keepdim=True)
+    step = ((group.amax(dim=1, keepdim=True) - least) / num_steps).half().float()
+    level = ((group - least) / step.where(step > 0, torch.ones(()))).round().clamp(0, num_steps)
+    return level * step + least.half().float()
+
+
+def tolerance_of(kernels, weight_format, num_rows):
+    in_16_bits = weight_format is Format.INT4 and kernels.variant == "amx" and num_rows >= INT4_ROWS_IN_16_BITS
+    return 5e-3 if in_16_bits else TOLERANCE[weight_format]
 
 
 def assert_near(actual, expected, tolerance):
@@ -60,7 +76,7 @@ def test_products_of_any_number_of_rows_equal_those_of_pytorch(kernels, pool, we
     for num_rows in ROWS:
         x = random(num_rows, shape[1], seed=num_rows)
         actual = linear(kernels, pool, matrix, x, shape[0], Then.STORE)
-        assert_near(actual, F.linear(x, weight, bias), TOLERANCE[weight_format])
+        assert_near(actual, F.linear(x, weight, bias), tolerance_of(kernels, weight_format, num_rows))
 
 
 @pytest.mark.parametrize("weight_format", Format)
@@ -104,12 +120,12 @@ def test_gated_products_equal_those_of_pytorch(kernels, pool, weight_format, the
     weight = kept_exactly(random(2 * inner, 48, scale=0.2), weight_format)
     bias = random(2 * inner, seed=1)
     matrix = PackedMatrix(kernels, pool, weight, bias, format=weight_format, gated=True, exact=True)
-    for num_rows in (1, 13, 32):
+    for num_rows in (1, 13, 32, 33):
         x = random(num_rows, 48, seed=num_rows)
         gate, up = F.linear(x, weight, bias).chunk(2, dim=-1)
         activated = F.silu(gate) if then is Then.SILU_TIMES_UP else F.gelu(gate, approximate="tanh")
         actual = linear(kernels, pool, matrix, x, inner, then)
-        assert_near(actual, activated * up, max(TOLERANCE[weight_format], 3e-6))
+        assert_near(actual, activated * up, max(tolerance_of(kernels, weight_format, num_rows), 3e-6))
 
 
 def test_activations_hold_far_from_zero(kernels, pool):
@@ -132,12 +148,51 @@ def test_products_are_added_and_capped_where_asked(kernels, pool):
 def test_a_row_can_be_read_back(kernels, pool, weight_format):
     weight = random(70, 33).bfloat16().float()
     matrix = PackedMatrix(kernels, pool, weight, format=weight_format)
-    step = weight.abs().amax(dim=1) / 127
+    largest = weight.abs().amax(dim=1)
     for row in (0, 31, 69):
-        out = torch.full((33,), torch.nan)
-        kernels.matrix_row(matrix.handle, row, out.data_ptr())
-        limit = 0.501 * step[row] if weight_format is Format.INT8 else 0.0
-        assert (out - weight[row]).abs().max() <= limit
+        limit = {Format.INT8: 0.501 / 127, Format.INT4: 0.2}.get(weight_format, 0.0) * largest[row]
+        assert (read_back(kernels, matrix, 70, 33)[row] - weight[row]).abs().max() <= limit
+
+
+def read_back(kernels, matrix, num_rows, num_columns):
+    out = torch.full((num_rows, num_columns), torch.nan)
+    for row in range(num_rows):
+        kernels.matrix_row(matrix.handle, row, out[row].data_ptr())
+    return out
+
+
+def test_weights_that_were_in_four_bits_before_come_back_as_they_were(kernels, pool):
+    for seed, columns in enumerate((32, 576, 130, 1)):
+        weight = kept_exactly(random(70, columns, seed=seed, scale=0.05), Format.INT4)
+        matrix = PackedMatrix(kernels, pool, weight, format=Format.INT4)
+        assert torch.equal(read_back(kernels, matrix, 70, columns), weight)
+
+
+@pytest.mark.parametrize("num_steps", [9, 12, 14])
+def test_four_bits_also_find_levels_of_which_not_all_are_in_use(kernels, pool, num_steps):
+    weight = from_levels(random(70, 32, scale=0.05), num_steps)
+    back = read_back(kernels, PackedMatrix(kernels, pool, weight, format=Format.INT4), 70, 32)
+    assert (back - weight).abs().max() < 1e-3 * weight.abs().max()
+
+
+def test_four_bits_lose_less_than_by_rounding_between_the_ends(kernels, pool):
+    weight = random(70, 576, scale=0.05)
+    rounded = kept_exactly(weight, Format.INT4)
+    back = read_back(kernels, PackedMatrix(kernels, pool, weight, format=Format.INT4), 70, 576)
+    assert (back - weight).norm() < 0.92 * (rounded - weight).norm()
+
+
+def test_four_bits_hold_groups_without_a_range(kernels, pool):
+    weight = torch.tensor([0.0, 1.0, -0.375, 3e-9, 6e4]).repeat_interleave(2)[:, None].repeat(1, 64)
+    weight[1, 3] = 1e-9
+    back = read_back(kernels, PackedMatrix(kernels, pool, weight, format=Format.INT4), 10, 64)
+    assert (back - weight).abs().max() <= 5e-4 * weight.abs().max()
+    assert torch.equal(back[2:6], weight[2:6]) and back[6:8].abs().max() < 1e-7
+
+
+def test_four_bits_take_five_with_what_they_are_scaled_by(kernels, pool):
+    matrix = PackedMatrix(kernels, pool, random(96, 64), format=Format.INT4)
+    assert matrix.num_bytes == 96 * 64 * 5 // 8
 
 
 @pytest.mark.parametrize("size", [1, 15, 16, 64, 576, 579])

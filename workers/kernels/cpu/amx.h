@@ -22,15 +22,16 @@ constexpr int64_t kMinAmxRows = 16;  // below it reading the weights takes longe
 
 constexpr int64_t kAmxRows = 32;
 
-// Tiles configured as 16 rows of 64 bytes while it lives.
+// Tiles configured while it lives: sums are 16 rows of 64 bytes, as are the operands where `depth` is 64. Else a row of
+// activations is so many bytes, and as many rows of weights belong to it.
 class AmxScope {
  public:
-  explicit AmxScope(bool active) : active_(active) {
+  explicit AmxScope(bool active, int depth = 64) : active_(active) {
     if (!active_) return;
     alignas(64) uint8_t config[64] = {1};
     for (int i = 0; i < 8; ++i) {
-      config[16 + 2 * i] = 64;
-      config[48 + i] = 16;
+      config[16 + 2 * i] = i == 4 || i == 5 ? depth : 64;
+      config[48 + i] = i >= 6 ? depth / 4 : 16;
     }
     // GCC's intrinsic says that it reads 8 bytes; this says that all of them matter.
     asm volatile("" : : "r"(config) : "memory");

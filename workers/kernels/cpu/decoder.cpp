@@ -61,7 +61,22 @@ void Decoder::reserve(int64_t num_tokens) {
     digits_ = take<bf16>(kMostDigits * rows * operand_stride_);
     inner_digits_ = take_zeros<bf16>(kMostDigits * rows * operand_stride_);
   }
+  group_sums_stride_ = operand_stride_ / kInt4Group;
+  group_sums_ = take<float>(rows * group_sums_stride_);
+  unpacked_stride_ = most_unpacked();
+  unpacked_ = take<char>(pool_.size() * unpacked_stride_);
   capacity_ = num_tokens;
+}
+
+// Of any matrix, for any number of rows.
+int64_t Decoder::most_unpacked() const {
+  int64_t most = unpacked_size(*description_.head);
+  for (const Layer& layer : layers_) {
+    for (const Matrix* matrix : {layer.qkv, layer.output, layer.gate_up, layer.down}) {
+      most = std::max(most, unpacked_size(*matrix));
+    }
+  }
+  return most;
 }
 
 template <typename Body>
@@ -125,11 +140,15 @@ Rows Decoder::prepare(const Matrix& matrix, const Buffer& input, int64_t width, 
   Rows rows{};
   rows.values = input.row(0);
   rows.stride = input.stride();
-  const bool in_numbers = wants_numbers(matrix);
+  rows.unpacked = unpacked_.get();
+  rows.unpacked_stride = unpacked_stride_;
+  const bool in_numbers = wants_numbers(matrix, num_rows);
   if (in_numbers) {
     rows.numbers = numbers_.get();
     rows.numbers_stride = operand_stride_;
     rows.scales = scales_.get();
+    rows.group_sums = group_sums_.get();
+    rows.group_sums_stride = group_sums_stride_;
   } else {
     rows.digits = digits_.get();
     rows.digits_stride = operand_stride_;
@@ -145,7 +164,8 @@ Rows Decoder::prepare(const Matrix& matrix, const Buffer& input, int64_t width, 
     }
     if (in_numbers) {
       uint8_t* numbers = numbers_.get() + 2 * row * operand_stride_;
-      scales_[row] = quantize_row(values, width, matrix.padded_k, numbers, numbers + operand_stride_);
+      float* group_sums = group_sums_.get() + row * group_sums_stride_;
+      scales_[row] = quantize_for(matrix, values, numbers, numbers + operand_stride_, group_sums);
     } else if (rows.num_digits > 0) {
       bf16* digits = digits_.get() + row * rows.num_digits * operand_stride_;
       split_row(values, width, matrix.padded_k, rows.num_digits, digits, operand_stride_);
@@ -227,7 +247,7 @@ Rows Decoder::run_inner(const Layer& layer, int64_t num_tokens) {
   out.num_digits = num_digits;
   out.stride = operand_stride_;
   multiply(pool_, *layer.gate_up, rows, num_tokens, out);
-  Rows inner{};
+  Rows inner = rows;
   inner.digits = out.digits;
   inner.digits_stride = out.stride;
   inner.num_digits = num_digits;

@@ -81,6 +81,7 @@ class Decoder {
   void logits(const float* rows, int64_t stride, int64_t count, float* out, int64_t out_stride);
 
  private:
+  int64_t most_unpacked() const;
   void embed(const Step& step);
   void make_rotations(const Step& step);
   void plan_attention(const Step& step);
@@ -105,9 +106,10 @@ class Decoder {
   Buffer residual_, normed_, qkv_, attended_, inner_, delta_, cosines_[2], sines_[2];
   Buffer row_of_thread_;
   Memory<uint8_t> numbers_;  // of all of this a step touches what its matrices ask for
-  Memory<float> scales_;
+  Memory<float> scales_, group_sums_;
   Memory<bf16> digits_, inner_digits_;
-  int64_t operand_stride_ = 0;
+  Memory<char> unpacked_;
+  int64_t operand_stride_ = 0, group_sums_stride_ = 0, unpacked_stride_ = 0;
 };
 
 }  // namespace antiphon

@@ -5,6 +5,7 @@
 
 #include "finish.h"
 #include "gemm_amx.h"
+#include "int4.h"
 
 #if ANTIPHON_HAS_AMX
 #include <sys/syscall.h>
@@ -15,12 +16,18 @@ namespace antiphon {
 namespace {
 
 constexpr int64_t kMostRowsInTwoDigits = 32;  // up to here reading the weights takes longer than multiplying
+constexpr int64_t kMinUnpackRows = kMostRowsInTwoDigits + 1;  // from here unpacking 4 bits to 16 takes less time
+constexpr int64_t kUnpackedAtOnce = 512 << 10;  // bytes of weights that stay near a core while rows pass by
 constexpr int64_t kCachedActivations = 448 << 10;  // bytes of rows that stay near a core while panels pass by
 
 // Not inlined: once per row of a tile it costs little, and a copy for each number of rows costs the build seconds.
 __attribute__((noinline)) void finish_row(const Matrix& m, int64_t panel, const Output& out, int64_t row, Vec c0,
                                           Vec c1) {
   finish(m, panel, out, row, c0, c1);
+}
+
+bool is_unpacked(const Matrix& m, int64_t num_rows) {
+  return m.format == Format::kInt4 && m.k > 0 && num_rows >= kMinUnpackRows && amx_available();
 }
 
 template <int R>
@@ -91,6 +98,9 @@ void tile(const Matrix& m, int64_t panel, const Rows& rows, int64_t row, const O
     case Format::kInt8:
       if constexpr (R <= kMaxTileRows / 2) sum_int8<R>(m, panel, rows, row, acc);
       break;
+    case Format::kInt4:
+      if constexpr (R <= kMaxInt4Rows) sum_int4<R>(m, panel, rows, row, acc);
+      break;
   }
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r) finish_row(m, panel, out, row + r, acc[r][0], acc[r][1]);
@@ -105,7 +115,9 @@ constexpr Tile tile_of(int rows, std::integer_sequence<int, R...>) {
 }
 
 void vector_panel(const Matrix& m, int64_t panel, const Rows& rows, int64_t first, int64_t last, const Output& out) {
-  const int64_t most = m.format == Format::kInt8 ? kMaxTileRows / 2 : kMaxTileRows;
+  const int64_t most = m.format == Format::kInt8   ? kMaxTileRows / 2
+                       : m.format == Format::kInt4 ? kMaxInt4Rows
+                                                   : kMaxTileRows;
   const int64_t count = last - first, num_tiles = (count + most - 1) / most;
   for (int64_t i = 0; i < num_tiles; ++i) {
     int64_t from = first + count * i / num_tiles, to = first + count * (i + 1) / num_tiles;
@@ -115,7 +127,7 @@ void vector_panel(const Matrix& m, int64_t panel, const Rows& rows, int64_t firs
 
 bool uses_tiles(const Matrix& m, int64_t num_rows) {
   if (m.k == 0) return false;  // of a rank without heads
-  if (m.format == Format::kInt8) return amx_available() && 2 * num_rows >= kMinAmxRows;
+  if (wants_numbers(m, num_rows)) return amx_available() && 2 * num_rows >= kMinAmxRows;
   return num_digits_wanted(m, num_rows) > 0;
 }
 
@@ -131,25 +143,39 @@ bool amx_available() {
 #endif
 }
 
-bool wants_numbers(const Matrix& m) { return m.format == Format::kInt8; }
+bool wants_numbers(const Matrix& m, int64_t num_rows) {
+  return m.format == Format::kInt8 || (m.format == Format::kInt4 && !is_unpacked(m, num_rows));
+}
+
+float quantize_for(const Matrix& m, const float* x, uint8_t* high, uint8_t* low, float* group_sums) {
+  if (m.format != Format::kInt4) return quantize_row<kActivationZero>(x, m.k, m.padded_k, high, low);
+  return quantize_row<0, kInt4Group>(x, m.k, m.padded_k, high, low, group_sums);
+}
 
 int num_digits_wanted(const Matrix& m, int64_t num_rows) {
-  if (m.format != Format::kBfloat16 || !amx_available()) return 0;
+  const bool unpacked = is_unpacked(m, num_rows);
+  if ((m.format != Format::kBfloat16 && !unpacked) || !amx_available()) return 0;
   const int digits = m.exact ? 3 : num_rows <= kMostRowsInTwoDigits ? 2 : 1;
-  return num_rows * digits >= kMinAmxRows ? digits : 0;
+  return unpacked || num_rows * digits >= kMinAmxRows ? digits : 0;
+}
+
+int64_t unpacked_size(const Matrix& m) {
+  return is_unpacked(m, kMinUnpackRows) ? std::max(2 * m.padded_k * kPanel, kUnpackedAtOnce) : 0;
 }
 
 void multiply(Pool& pool, const Matrix& matrix, const Rows& rows, int64_t m, const Output& out) {
   if (m == 0 || matrix.num_panels == 0) return;
   const bool in_tiles = uses_tiles(matrix, m);
-  const int64_t row_bytes = matrix.k * (matrix.format == Format::kInt8 ? 1 : 4);
+  const int64_t row_bytes = matrix.k * (wants_numbers(matrix, m) ? 1 : 4);
   const int64_t block = std::max<int64_t>(kMaxTileRows * 8, kCachedActivations / std::max<int64_t>(row_bytes, 1));
-  const int64_t grain = std::max<int64_t>(1, matrix.num_panels / (8 * pool.size()));
+  // What is fetched ahead at the end of a chunk is mostly another thread's: of chunks in 4 bits that is too much.
+  const int64_t shares = (matrix.format == Format::kInt4 ? 4 : 8) * pool.size();
+  const int64_t grain = std::max<int64_t>(1, matrix.num_panels / shares);
   const int64_t chunks = (matrix.num_panels + grain - 1) / grain;
-  pool.run(chunks, [&](int64_t chunk, int) {
+  pool.run(chunks, [&](int64_t chunk, int thread) {
     const int64_t first = matrix.num_panels * chunk / chunks, last = matrix.num_panels * (chunk + 1) / chunks;
     if (in_tiles) {
-      multiply_in_tiles(matrix, first, last, rows, m, out);
+      multiply_in_tiles(matrix, first, last, rows, m, rows.unpacked + thread * rows.unpacked_stride, out);
       return;
     }
     for (int64_t row = 0; row < m; row += block) {

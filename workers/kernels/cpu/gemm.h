@@ -14,9 +14,13 @@ struct Rows {
   const uint8_t* numbers;  // quantised, see quantize.h: two rows for one, the high numbers first
   int64_t numbers_stride;
   const float* scales;
+  const float* group_sums;  // of the numbers, where the format has groups of k
+  int64_t group_sums_stride;
   const bf16* digits;  // bfloat16 numbers whose sum is the value: `num_digits` rows for one, see quantize.h
   int64_t digits_stride;
   int num_digits;
+  char* unpacked;  // room of each thread for weights that are unpacked first, `unpacked_stride` bytes each
+  int64_t unpacked_stride;
 };
 
 enum class Then : int32_t {
@@ -43,17 +47,30 @@ void multiply(Pool& pool, const Matrix& matrix, const Rows& rows, int64_t m, con
 // Whether the products of many rows go through tile registers here; asks the system for them once.
 bool amx_available();
 
-// Whether the format is multiplied in another precision than fp32 for so many rows.
-bool wants_numbers(const Matrix& matrix);
+// Whether m rows are multiplied as integers.
+bool wants_numbers(const Matrix& matrix, int64_t m);
+// x [k] as those integers, see quantize_row, and the sums of the matrix's groups of them; returns the scale.
+float quantize_for(const Matrix& matrix, const float* x, uint8_t* high, uint8_t* low, float* group_sums);
 // In how many bfloat16 numbers each of m rows is multiplied; 0: as it is.
 int num_digits_wanted(const Matrix& matrix, int64_t m);
 constexpr int kMostDigits = 3;
+// Bytes that each thread needs room for where the matrix is unpacked for many rows; else 0.
+int64_t unpacked_size(const Matrix& matrix);
 
 // Weights are read once, front to back: what comes next is fetched as far as the second cache, early enough.
+constexpr int64_t kPrefetchAhead = 5120;
 ANTIPHON_INLINE void prefetch_weights(const void* weights) {
-  constexpr int64_t kAhead = 5120;
-  prefetch_to_second_cache(static_cast<const char*>(weights) + kAhead);
-  if (W == 16) prefetch_to_second_cache(static_cast<const char*>(weights) + kAhead + 64);
+  prefetch_to_second_cache(static_cast<const char*>(weights) + kPrefetchAhead);
+  if (W == 16) prefetch_to_second_cache(static_cast<const char*>(weights) + kPrefetchAhead + 64);
+}
+
+// The same where Bytes are read at a time.
+template <int64_t Bytes>
+ANTIPHON_INLINE void prefetch_bytes(const void* weights) {
+#pragma GCC unroll 16
+  for (int64_t line = 0; line < Bytes; line += 64) {
+    prefetch_to_second_cache(static_cast<const char*>(weights) + kPrefetchAhead + line);
+  }
 }
 
 // The fp32 product itself, shared with attention: acc[r] += sum over k of a[r * lda + k] * b[k], b [k][kPanel].

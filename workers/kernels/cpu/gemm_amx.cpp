@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "finish.h"
+#include "int4.h"
 
 namespace antiphon {
 
@@ -88,30 +89,34 @@ class Unfinished {
 template <typename Kind>
 class Tiles {
  public:
+  using Weight = typename Kind::Weight;
+
   Tiles(const Kind& kind, const Matrix& m, const Output& out)
       : kind_(kind), m_(m), out_(out), at_once_(kAmxRows / kind.per_row()), unfinished_(kind, m, out) {}
 
-  void multiply(int64_t first_panel, int64_t last_panel, int64_t num_rows) {
+  // `weights` are those of the first panel.
+  void multiply(const Weight* weights, int64_t first_panel, int64_t last_panel, int64_t num_rows) {
+    const int64_t panel_size = m_.padded_k * kPanel;
     const int64_t step_bytes = kAmxRows * m_.padded_k * static_cast<int64_t>(sizeof(typename Kind::Number));
     const int64_t block = at_once_ * std::clamp(kCachedOperands / step_bytes, kManySteps, kMostSteps);
     for (int64_t row = 0; row < num_rows; row += block) {
       for (int64_t panel = first_panel; panel < last_panel; ++panel) {
-        multiply_block(panel, row, std::min(num_rows, row + block), panel + 1 < last_panel);
+        const Weight* own = weights + (panel - first_panel) * panel_size;
+        multiply_block(own, panel, row, std::min(num_rows, row + block), panel + 1 < last_panel);
       }
     }
   }
 
  private:
-  using Weight = typename Kind::Weight;
   static constexpr int64_t kTile = 64 / sizeof(Weight);  // of k
   static constexpr int64_t kTileLines = kPanel;          // of a panel
 
   // The panel after it is fetched meanwhile, if it `has_next`: each tile a few of its lines.
-  void multiply_block(int64_t panel, int64_t first, int64_t last, bool has_next) {
+  void multiply_block(const Weight* weights, int64_t panel, int64_t first, int64_t last, bool has_next) {
     const int64_t num_steps = (last - first + at_once_ - 1) / at_once_;
     const bool many = num_steps >= kManySteps;
     const int64_t bytes = m_.padded_k * kPanel * static_cast<int64_t>(sizeof(Weight));
-    next_panel_ = static_cast<const char*>(m_.data) + (panel + 1) * bytes;
+    next_panel_ = reinterpret_cast<const char*>(weights) + bytes;
     next_lines_per_tile_ = many && has_next ? (kTileLines + num_steps - 1) / num_steps : 0;
     const int64_t num_slices = many ? (bytes + kSlice - 1) / kSlice : 1;
     const int64_t slice = round_up<int64_t>((m_.padded_k + num_slices - 1) / num_slices, kTile);
@@ -124,14 +129,13 @@ class Tiles {
         pass.streaming = many;
         pass.more = k > 0;
         auto* sums = sums_[num_slices > 1 ? step : next_sums_++ % 2];
-        multiply_step(panel, k, size, row, std::min(at_once_, last - row), pass, sums);
+        multiply_step(weights + k * kPanel, panel, k, size, row, std::min(at_once_, last - row), pass, sums);
       }
     }
   }
 
-  void multiply_step(int64_t panel, int64_t k, int64_t size, int64_t row, int64_t count, const AmxPass& pass,
-                     typename Kind::Sum* sums) {
-    auto* weights = static_cast<const Weight*>(m_.data) + panel * m_.padded_k * kPanel + k * kPanel;
+  void multiply_step(const Weight* weights, int64_t panel, int64_t k, int64_t size, int64_t row, int64_t count,
+                     const AmxPass& pass, typename Kind::Sum* sums) {
     const bool is_last = k + size == m_.padded_k;
     const bool fetches = pass.streaming && is_last && out_.digits == nullptr;
     const float* target = out_.data + (fetches ? row * out_.stride + panel * (m_.gated ? W : kPanel) : 0);
@@ -162,21 +166,32 @@ class Tiles {
 
 }  // namespace
 
-void multiply_in_tiles(const Matrix& matrix, int64_t first, int64_t last, const Rows& rows, int64_t m,
+void multiply_digits(const Matrix& matrix, const bf16* weights, int64_t first, int64_t last, const Rows& rows,
+                     int64_t m, const Output& out) {
+  const Digits digits{rows};
+  Tiles<Digits>(digits, matrix, out).multiply(weights, first, last, m);
+}
+
+void multiply_in_tiles(const Matrix& matrix, int64_t first, int64_t last, const Rows& rows, int64_t m, char* room,
                        const Output& out) {
-  const AmxScope scope(true);
-  if (matrix.format == Format::kInt8) {
+  const bool in_digits = rows.num_digits > 0;
+  const AmxScope scope(true, matrix.format == Format::kInt4 && !in_digits ? kInt4Group : 64);
+  const int64_t start = first * matrix.padded_k * kPanel;
+  if (matrix.format == Format::kBfloat16) {
+    multiply_digits(matrix, static_cast<const bf16*>(matrix.data) + start, first, last, rows, m, out);
+  } else if (matrix.format == Format::kInt8) {
     const Numbers numbers{rows};
-    Tiles<Numbers>(numbers, matrix, out).multiply(first, last, m);
+    Tiles<Numbers>(numbers, matrix, out).multiply(static_cast<const int8_t*>(matrix.data) + start, first, last, m);
+  } else if (in_digits) {
+    multiply_unpacked(matrix, first, last, rows, m, room, out);
   } else {
-    const Digits digits{rows};
-    Tiles<Digits>(digits, matrix, out).multiply(first, last, m);
+    for (int64_t panel = first; panel < last; ++panel) multiply_int4_panel(matrix, panel, rows, m, room, out);
   }
 }
 
 #else
 
-void multiply_in_tiles(const Matrix&, int64_t, int64_t, const Rows&, int64_t, const Output&) {}
+void multiply_in_tiles(const Matrix&, int64_t, int64_t, const Rows&, int64_t, char*, const Output&) {}
 
 #endif
 

@@ -32,6 +32,7 @@ class Format(IntEnum):
     FLOAT32 = 0
     BFLOAT16 = 1
     INT8 = 2
+    INT4 = 3
 
 
 class KvFormat(IntEnum):

@@ -2,40 +2,35 @@
 
 #include <cmath>
 
+#include "columns.h"
+#include "int4.h"
 #include "quantize.h"
 
 namespace antiphon {
 namespace {
 
 int64_t group_of(Format format) {
-  return format == Format::kInt8 ? kInt8Group : format == Format::kBfloat16 ? kBf16Group : 1;
+  switch (format) {
+    case Format::kFloat32: return 1;
+    case Format::kBfloat16: return kBf16Group;
+    case Format::kInt8: return kInt8Group;
+    case Format::kInt4: return kInt4Group;
+  }
+  return 1;
+}
+
+// Bytes of `count` weights, whole groups of them.
+int64_t bytes_of(Format format, int64_t count) {
+  if (format == Format::kInt4) return count / (kInt4Group * W) * static_cast<int64_t>(sizeof(Int4Group));
+  return count * (format == Format::kInt8 ? 1 : format == Format::kBfloat16 ? 2 : 4);
 }
 
 // Numbers that lie together in four bytes: those of one column and of neighbouring k.
 int64_t per_word(Format format) { return format == Format::kInt8 ? 4 : format == Format::kBfloat16 ? 2 : 1; }
 
-// W columns of a panel: their rows of the source, null for padding.
-struct Columns {
-  const float* rows[W];
-  Vec inverse_scales;  // int8
-};
-
-// k .. k + W - 1 of all columns, one vector for each k.
-ANTIPHON_INLINE void gather(const Columns& columns, int64_t k, int64_t size, Vec (&out)[W]) {
-  for (int lane = 0; lane < W; ++lane) {
-    const float* row = columns.rows[lane];
-    if (row != nullptr && k + W <= size) {
-      out[lane] = load(row + k);
-    } else {
-      for (int i = 0; i < W; ++i) out[lane][i] = row != nullptr && k + i < size ? row[k + i] : 0;
-    }
-  }
-  transpose(out);
-}
-
 // The words [padded_k / per_word][kPanel] of one half of a panel; for int8 also the sum of each column's numbers.
 template <Format F>
-IVec pack_columns(const Columns& columns, int64_t size, int64_t padded_k, uint32_t* words) {
+IVec pack_columns(const Columns& columns, int64_t size, int64_t padded_k, uint32_t* words, Vec inverse_scales = Vec{}) {
   constexpr int kGroup = F == Format::kInt8 ? 4 : F == Format::kBfloat16 ? 2 : 1;
   IVec sums = IVec{};
   for (int64_t k = 0; k < padded_k; k += W) {
@@ -45,7 +40,7 @@ IVec pack_columns(const Columns& columns, int64_t size, int64_t padded_k, uint32
       IVec word = IVec{};
       for (int j = 0; j < kGroup; ++j) {
         if constexpr (F == Format::kInt8) {
-          const IVec number = round_to_int(rows[i + j] * columns.inverse_scales);
+          const IVec number = round_to_int(rows[i + j] * inverse_scales);
           sums += number;
           word |= (number & 0xff) << (8 * j);
         } else if constexpr (F == Format::kBfloat16) {
@@ -82,18 +77,23 @@ void pack_half(Matrix& m, int64_t panel, int first, const float* source, int64_t
     const int64_t row = m.row_of(panel, first + lane);
     columns.rows[lane] = row < 0 ? nullptr : source + row * stride;
   }
+  if (m.format == Format::kInt4) {
+    pack_int4(columns, m.k, const_cast<Int4Group*>(int4_groups(m, panel, first / W)));
+    return;
+  }
   uint32_t* words = static_cast<uint32_t*>(m.data) + panel * (m.padded_k / per_word(m.format)) * kPanel + first;
   switch (m.format) {
     case Format::kFloat32: pack_columns<Format::kFloat32>(columns, m.k, m.padded_k, words); break;
     case Format::kBfloat16: pack_columns<Format::kBfloat16>(columns, m.k, m.padded_k, words); break;
     case Format::kInt8: {
       const Vec scales = scales_of(columns, m.k);
-      columns.inverse_scales = 1.0f / scales;
-      const IVec corrections = pack_columns<Format::kInt8>(columns, m.k, m.padded_k, words) * kActivationZero;
+      const IVec sums = pack_columns<Format::kInt8>(columns, m.k, m.padded_k, words, 1.0f / scales);
+      const IVec corrections = sums * kActivationZero;
       memcpy(m.scales.get() + panel * kPanel + first, &scales, sizeof scales);
       memcpy(m.corrections.get() + panel * kPanel + first, &corrections, sizeof corrections);
       break;
     }
+    case Format::kInt4: break;
   }
 }
 
@@ -117,8 +117,7 @@ std::unique_ptr<Matrix> pack(Pool& pool, Format format, bool gated, bool exact, 
   m->num_panels = gated ? (n / 2 + W - 1) / W : (n + kPanel - 1) / kPanel;
   m->out_columns = gated ? n / 2 : n;
   int64_t lanes = m->num_panels * kPanel;
-  int64_t width = format == Format::kInt8 ? 1 : format == Format::kBfloat16 ? 2 : 4;
-  m->bytes = lanes * m->padded_k * width;
+  m->bytes = bytes_of(format, lanes * m->padded_k);
   m->memory = take_piece(m->bytes);  // its padding is packed too
   m->data = m->memory.get();
   if (bias != nullptr) m->bias = take_zeros<float>(lanes);
@@ -143,7 +142,9 @@ void unpack_row(const Matrix& m, int64_t row, float* out) {
   int64_t panel = row / kPanel;
   int lane = static_cast<int>(row % kPanel);
   int64_t start = panel * m.padded_k * kPanel;
-  if (m.format == Format::kInt8) {
+  if (m.format == Format::kInt4) {
+    unpack_int4_row(m, row, out);
+  } else if (m.format == Format::kInt8) {
     auto* data = static_cast<const int8_t*>(m.data) + start;
     float scale = m.scales[row];
     for_each_place<4>(m, lane, [&](int64_t k, int64_t place) { out[k] = scale * data[place]; });

@@ -1,6 +1,7 @@
 // A weight matrix [n, k] packed for products with few or many rows. Columns of the result are cut into panels of
 // kPanel; a panel holds, for each group of 1 (fp32), 2 (bf16) or 4 (int8) neighbouring k, kPanel * group numbers: a
 // product reads its weights once, front to back. Both paddings, of n to whole panels and of k to whole groups, are 0.
+// Weights in 4 bits lie otherwise: int4.h.
 #pragma once
 
 #include <cstdint>
@@ -12,8 +13,9 @@
 
 namespace antiphon {
 
-enum class Format : int32_t { kFloat32 = 0, kBfloat16 = 1, kInt8 = 2 };
+enum class Format : int32_t { kFloat32 = 0, kBfloat16 = 1, kInt8 = 2, kInt4 = 3 };
 
+constexpr int kInt4Group = 32;  // k that share a scale and a minimum, see int4.h
 #if defined(__AMX_INT8__) && defined(__AMX_BF16__)
 constexpr int64_t kInt8Group = 64, kBf16Group = 32;  // k of one tile
 #else

@@ -1,7 +1,8 @@
 // Activations in 15 bits and a scale per row, as two numbers of 8 bits each; and the product of four of them with four
 // weights, in every instruction set. One number would be too few: activations have outliers, and the others of their
 // row would be left with some bits. Reading the weights takes longer than multiplying by them twice, with few rows.
-// VNNI and AMX multiply unsigned by signed numbers, so there both are stored with 128 added; elsewhere signed.
+// VNNI and AMX multiply unsigned by signed numbers: beside weights of 8 bits both are stored with 128 added there,
+// elsewhere and beside weights of 4 bits, which have no sign, they are signed.
 #pragma once
 
 #include "simd.h"
@@ -22,8 +23,11 @@ constexpr int32_t kActivationZero = 0;
 
 constexpr int32_t kHighUnit = 128;  // a value is scale * (kHighUnit * high + low)
 
-// x [k] -> high and low [padded_k]; returns the scale. x is readable, as 0, up to a multiple of W.
-ANTIPHON_INLINE float quantize_row(const float* x, int64_t k, int64_t padded_k, uint8_t* high, uint8_t* low) {
+// x [k] -> high and low [padded_k], to which Zero is added; returns the scale. With a Group, `group_sums` are the sums
+// of the numbers of each. x is readable, as 0, up to a multiple of W.
+template <int32_t Zero, int64_t Group = 0>
+ANTIPHON_INLINE float quantize_row(const float* x, int64_t k, int64_t padded_k, uint8_t* high, uint8_t* low,
+                                   [[maybe_unused]] float* group_sums = nullptr) {
   Vec largest = Vec{};
   for (int64_t i = 0; i < k; i += W) largest = vmax(largest, vabs(load(x + i)));
   float scale = max_lane(largest) / (127 * kHighUnit);
@@ -31,17 +35,25 @@ ANTIPHON_INLINE float quantize_row(const float* x, int64_t k, int64_t padded_k, 
   const float inverse = 1 / scale;
   typedef int8_t Bytes __attribute__((vector_size(W)));
   const int64_t vectors = round_up<int64_t>(k, W);
+  [[maybe_unused]] IVec sum = IVec{};
   for (int64_t i = 0; i < padded_k; i += W) {
     const IVec number = i < vectors ? round_to_int(load(x + i) * inverse) : IVec{};
     const IVec upper = (number + kHighUnit / 2) >> 7;
-    const Bytes bytes[2] = {__builtin_convertvector(upper + kActivationZero, Bytes),
-                            __builtin_convertvector(number - upper * kHighUnit + kActivationZero, Bytes)};
+    const Bytes bytes[2] = {__builtin_convertvector(upper + Zero, Bytes),
+                            __builtin_convertvector(number - upper * kHighUnit + Zero, Bytes)};
     if (i + W <= padded_k) {  // a copy of known size is one instruction
       memcpy(high + i, &bytes[0], W);
       memcpy(low + i, &bytes[1], W);
     } else {
       memcpy(high + i, &bytes[0], padded_k - i);
       memcpy(low + i, &bytes[1], padded_k - i);
+    }
+    if constexpr (Group > 0) {
+      sum += number;
+      if ((i + W) % Group == 0) {
+        *group_sums++ = sum_lanes(__builtin_convertvector(sum, Vec));  // exact: below 2^24
+        sum = IVec{};
+      }
     }
   }
   return scale;
@@ -84,6 +96,30 @@ ANTIPHON_INLINE void add_dot4(IVec& sum, int32_t activations, const IVec& w) {
   for (int lane = 0; lane < W; ++lane) {
     for (int i = 0; i < 4; ++i) sum[lane] += a[i] * weights[4 * lane + i];
   }
+#endif
+}
+
+// The same for four signed numbers of a row at `activations`, and weights from 0 to 15. What `sum` holds is known to
+// `finish_dot4_small` alone, before which up to 8 products may come.
+ANTIPHON_INLINE void add_dot4_small(IVec& sum, const uint8_t* activations, const UVec& w) {
+  typedef int32_t Four __attribute__((aligned(1), may_alias));
+  const Four& four = *reinterpret_cast<const Four*>(activations);
+#if defined(__AVX512VNNI__)
+  asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(w), "m"(four));
+#elif defined(__AVX2__)
+  // Sums of 16 bits: 8 * 2 * 15 * 128 fits.
+  const __m256i pairs = _mm256_maddubs_epi16(reinterpret_cast<__m256i>(w), _mm256_set1_epi32(four));
+  sum = reinterpret_cast<IVec>(_mm256_add_epi16(reinterpret_cast<__m256i>(sum), pairs));
+#else
+  add_dot4(sum, four, reinterpret_cast<const IVec&>(w));
+#endif
+}
+
+ANTIPHON_INLINE IVec finish_dot4_small(const IVec& sum) {
+#if defined(__AVX2__) && !defined(__AVX512VNNI__)
+  return reinterpret_cast<IVec>(_mm256_madd_epi16(reinterpret_cast<__m256i>(sum), _mm256_set1_epi16(1)));
+#else
+  return sum;
 #endif
 }
 

@@ -35,6 +35,10 @@ struct bf16 {
   uint16_t bits;
 };
 
+struct f16 {
+  uint16_t bits;
+};
+
 template <typename T>
 constexpr T round_up(T value, T unit) {
   return (value + unit - 1) / unit * unit;
@@ -110,6 +114,38 @@ ANTIPHON_INLINE void store(bf16* p, Vec v) {
   HVec half = __builtin_convertvector(bits, HVec);
 #endif
   memcpy(p, &half, sizeof half);
+}
+
+// Of finite numbers. Their exponents are moved by a product, which is right for subnormal ones, too.
+ANTIPHON_INLINE Vec load(const f16* p) {
+#if defined(__AVX2__)
+  typedef uint16_t Halves __attribute__((vector_size(W * 2), aligned(2), may_alias));
+  Vec out;
+  asm("vcvtph2ps %1, %0" : "=v"(out) : "m"(*reinterpret_cast<const Halves*>(p)));
+  return out;
+#else
+  HVec half;
+  memcpy(&half, p, sizeof half);
+  const UVec bits = __builtin_convertvector(half, UVec);
+  const Vec size = reinterpret_cast<Vec>((bits & 0x7fff) << 13) * 0x1p112f;
+  return reinterpret_cast<Vec>(reinterpret_cast<UVec>(size) | (bits & 0x8000) << 16);
+#endif
+}
+
+// Round to nearest, ties to even, and at most the largest finite number. No part of a step.
+ANTIPHON_INLINE void store(f16* p, Vec v) {
+  const UVec sign = reinterpret_cast<UVec>(v) >> 16 & 0x8000;
+  const Vec size = reinterpret_cast<Vec>(reinterpret_cast<UVec>(v) & 0x7fffffffu);
+  UVec bits = reinterpret_cast<UVec>((size < 65504.0f ? size : splat(65504.0f)) * 0x1p-112f);
+  bits = (bits + 0xfff + (bits >> 13 & 1)) >> 13;
+  HVec half = __builtin_convertvector(bits | sign, HVec);
+  memcpy(p, &half, sizeof half);
+}
+
+ANTIPHON_INLINE Vec rounded_to_f16(Vec v) {
+  f16 halves[W];
+  store(halves, v);
+  return load(halves);
 }
 
 // By instruction, because GCC makes two of the comparison, and the header of the intrinsics takes the compiler longer
