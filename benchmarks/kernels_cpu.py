@@ -40,6 +40,7 @@ FORMATS: dict[str, tuple[WeightFormat, torch.dtype]] = {
     "bf16": ("bfloat16", torch.bfloat16),
     "int8, KV bf16": ("int8", torch.bfloat16),
     "int8, KV int8": ("int8", torch.int8),
+    "int4, KV int8": ("int4", torch.int8),
 }
 
 

@@ -28,9 +28,10 @@ WAYS: dict[str, tuple[str, ...]] = {
     "bf16": ("model.dtype=bfloat16",),
     "int8": ("model.dtype=bfloat16", "model.quantization=int8"),  # its KV cache and embedding are in bfloat16
     "int8-kv-int8": ("model.dtype=bfloat16", "model.quantization=int8", "cache.dtype=int8"),
+    "int4": ("model.dtype=bfloat16", "model.quantization=int4"),
     "int8-kv-fp32": ("model.dtype=float32", "model.quantization=int8"),
 }
-DEFAULT_WAYS = tuple(WAYS)[:5]
+DEFAULT_WAYS = tuple(WAYS)[:6]
 
 
 class Candidate:

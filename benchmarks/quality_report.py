@@ -35,6 +35,7 @@ BOUNDS = {
     "fp32": Bounds(log_ratio=1e-5, divergence=1e-6, same_top=0.999, mean_logit_gap=1e-3),
     "bf16": Bounds(log_ratio=0.002, divergence=0.0005, same_top=0.985, mean_logit_gap=0.1),
     "int8": Bounds(log_ratio=0.005, divergence=0.01, same_top=0.95, mean_logit_gap=0.4),
+    "int4": Bounds(log_ratio=0.005, divergence=0.005, same_top=0.965, mean_logit_gap=0.2),  # weights of a Q4_1 file
     f"{LLAMA}F32": Bounds(log_ratio=1e-4, divergence=1e-5, same_top=0.995, mean_logit_gap=0.0),  # base is rounded
 }
 """By how the name of a way begins."""

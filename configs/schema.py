@@ -34,9 +34,9 @@ class ModelConfig:
     path: str = field(metadata={"doc": "hub id, Hugging Face directory, or .gguf file"})
     served_name: str | None = described(None, "name clients use; default: the last part of `path`")
     dtype: Dtype = described(
-        "auto", "weights and activations; auto: the checkpoint's on GPU; on CPU float32, or bfloat16 with int8 weights"
+        "auto", "weights and activations; auto: the checkpoint's on GPU; on CPU float32, or bfloat16 with int8 or int4"
     )
-    quantization: Literal["none", "int8"] = described("none", "int8: CPU only; weights in 8 bits")
+    quantization: Literal["none", "int8", "int4"] = described("none", "CPU only; weights in 8 or 4 bits")
     max_model_len: int | None = bounded(None, ge=1, doc="tokens per sequence; default: the model's own limit")
     load_format: Literal["auto", "random"] = described("auto", "random: weights drawn from `seed`, for benchmarks")
     seed: int = bounded(0, ge=0, le=2**63 - 1, doc="seed of random weights and of requests that bring none")
@@ -48,8 +48,8 @@ class ModelConfig:
             return self.dtype
         if device != "cpu":
             return checkpoint_dtype
-        # Beside weights in 8 bits nothing is lost by keeping embedding and KV cache in 16.
-        return "bfloat16" if self.quantization == "int8" else "float32"
+        # Beside weights in 8 bits or 4 nothing is lost by keeping embedding and KV cache in 16.
+        return "float32" if self.quantization == "none" else "bfloat16"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -95,6 +95,6 @@ def configured_kernels(config: EngineConfig) -> CpuKernels:
 
 
 def _weight_format(config: EngineConfig, dtype: torch.dtype) -> WeightFormat:
-    if config.model.quantization == "int8":
-        return "int8"
+    if config.model.quantization != "none":
+        return config.model.quantization
     return "bfloat16" if dtype == torch.bfloat16 else "float32"

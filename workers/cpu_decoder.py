@@ -196,7 +196,7 @@ class CpuDecoder:
         """(embedding, head). A tied head serves as both, unless quantising it would cost the embedding precision."""
         tied = self._spec.tie_word_embeddings
         embedding_weight = model.model.embed_tokens.weight
-        head = self._packer.pack(embedding_weight if tied else model.lm_head.weight)
+        head = self._packer.pack_head(embedding_weight if tied else model.lm_head.weight)
         embedding = head
         if not tied or head.format is Format.INT8:
             embedding = self._packer.pack_unquantised(embedding_weight)

@@ -12,9 +12,10 @@ from torch import Tensor
 
 from workers.kernels.cpu.library import CpuKernels, Format, PackedMatrix, Pool
 
-WeightFormat = Literal["float32", "bfloat16", "int8"]
-"""float32: the weights' own precision, kept in 16 bits where that loses nothing. int8: one scale per output;
-activations have 15 bits and one scale per token, the embedding has the model's dtype."""
+WeightFormat = Literal["float32", "bfloat16", "int8", "int4"]
+"""float32: the weights' own precision, kept in 16 bits where that loses nothing. int8: one scale per output; int4: a
+scale and a minimum per output and 32 inputs, the output head in int8. In both activations have 15 bits and one scale
+per token, the embedding has the model's dtype."""
 
 
 class WeightPacker:
@@ -27,9 +28,16 @@ class WeightPacker:
         self.num_bytes: dict[str, int] = {}
 
     def pack(self, weight: Tensor, bias: Tensor | None = None, *, gated: bool = False) -> PackedMatrix:
-        if self._weight_format == "int8":
-            return self._make(weight, bias, Format.INT8, gated=gated, exact=False)
+        if self._weight_format in ("int8", "int4"):
+            chosen = Format.INT4 if self._weight_format == "int4" else Format.INT8
+            return self._make(weight, bias, chosen, gated=gated, exact=False)
         return self.pack_unquantised(weight, bias, gated=gated)
+
+    def pack_head(self, weight: Tensor) -> PackedMatrix:
+        """Its outputs are compared with one another, so it keeps more bits than the layers."""
+        if self._weight_format == "int4":
+            return self._make(weight, None, Format.INT8, gated=False, exact=False)
+        return self.pack(weight)
 
     def pack_unquantised(self, weight: Tensor, bias: Tensor | None = None, *, gated: bool = False) -> PackedMatrix:
         """In float32, weights that are bfloat16 numbers are kept as such: half the bytes, the same products."""

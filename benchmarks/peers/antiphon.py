@@ -15,6 +15,7 @@ VARIANTS = {
     "fp32": ("model.dtype=float32",),
     "bf16": ("model.dtype=bfloat16",),
     "int8": ("model.dtype=bfloat16", "model.quantization=int8", "cache.dtype=int8"),
+    "int4": ("model.dtype=bfloat16", "model.quantization=int4", "cache.dtype=int8"),
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import platform
+import re
 import subprocess
 import sys
 import threading
@@ -62,6 +63,13 @@ def test_kernels_are_used_exactly_where_they_can_be_built(directory, caplog):
     assert ("compute: C++ kernels" in caplog.text) == bool(variants_here())
 
 
+@pytest.mark.skipif(not variants_here(), reason="no compiler for the kernels")
+def test_the_log_says_in_which_formats_the_weights_are_kept(directory, caplog):
+    caplog.set_level(logging.INFO)
+    choose(directory, dtype=torch.bfloat16, quantization="int4")
+    assert re.search(r"weights of .* MB int4, .* MB int8, .* MB bfloat16", caplog.text)
+
+
 def test_the_kernels_that_compute_a_step_also_choose_its_tokens(directory):
     cpu = torch.device("cpu")
     sampler = choose_sampler(choose(directory), cpu)
@@ -113,8 +121,9 @@ def test_a_precision_that_the_kernels_lack_is_left_to_pytorch(directory):
 
 
 def test_what_is_insisted_on_and_cannot_be_had_is_an_error(directory, no_compiler):
-    with pytest.raises(ValueError, match="quantization int8 needs the C\\+\\+ kernels: no C\\+\\+ compiler"):
-        choose(directory, quantization="int8")
+    for quantization in ("int8", "int4"):
+        with pytest.raises(ValueError, match=f"{quantization} needs the C\\+\\+ kernels: no C\\+\\+ compiler"):
+            choose(directory, quantization=quantization)
     with pytest.raises(ValueError, match="cpu_kernels is 'portable': no C\\+\\+ compiler"):
         choose(directory, cpu_kernels="portable")
     with pytest.raises(ValueError, match="no CPU kernels called 'fastest'"):

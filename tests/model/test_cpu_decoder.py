@@ -20,7 +20,7 @@ from tests.support.tiny_models import TINY_MODELS, VOCAB_SIZE
 from workers.attention.base import AttentionMetadata
 from workers.attention.reference import ReferenceBackend
 from workers.cpu_decoder import CpuDecoder
-from workers.kernels.cpu.library import check_memory
+from workers.kernels.cpu.library import Format, PackedMatrix, Pool, check_memory
 from workers.kv_cache import KVCache
 from workers.models import CausalLM, build_model
 from workers.parallel import ParallelError, ParallelGroup, SingleProcessGroup
@@ -160,6 +160,47 @@ def test_eight_bits_stay_near(variant, tiny_checkpoint, expected):
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
     return float((actual - expected).norm() / expected.norm())
+
+
+def hold_in_four_bits(model: CausalLM, variant: str) -> None:
+    """What packing makes of its weights, so that packing loses nothing more."""
+    kernels = loaded(variant)
+    pool = Pool(kernels, 1)
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 2:
+            matrix_format = Format.INT4 if ".layers." in name else Format.INT8
+            matrix = PackedMatrix(kernels, pool, parameter, format=matrix_format)
+            for row, values in enumerate(parameter.data):
+                kernels.matrix_row(matrix.handle, row, values.data_ptr())
+
+
+@pytest.mark.parametrize("variant", variants_here())
+@pytest.mark.parametrize("name", ["smollm2", "gemma3", "llama-biases"])
+def test_four_bits_compute_what_the_weights_that_they_hold_say(name, variant, tiny_checkpoint):
+    group = SingleProcessGroup()
+    model, spec = load(tiny_checkpoint(name), group)
+    hold_in_four_bits(model, variant)
+    theirs = run_steps(model, poisoned_cache(spec, group))
+    packed = CpuDecoder(model, spec, group, loaded(variant), num_threads=2, weight_format="int4")
+    assert set(packed.packed_bytes) == {"int4", "int8", "float32"}
+    ours = run_steps(packed, poisoned_cache(spec, group))
+    rounded = variant == "amx"  # to bfloat16 numbers, where a step has many tokens
+    assert relative_error(ours, theirs) < (2e-2 if rounded else 2e-3)
+
+
+@pytest.mark.parametrize("variant", BEST)
+@pytest.mark.parametrize("num_ranks", [2, 3, 11])
+def test_ranks_in_four_bits_are_as_near_as_one_process(variant, num_ranks, tiny_checkpoint, expected):
+    """A rank's columns may begin within what were groups, so other numbers are rounded together."""
+    directory = tiny_checkpoint("smollm2")
+
+    def work(group: ParallelGroup) -> Tensor:
+        model = decoder(directory, group, variant, num_threads=1, weight_format="int4")
+        return run_steps(model, poisoned_cache(ModelSpec.from_directory(directory), group))
+
+    alone = relative_error(work(SingleProcessGroup()), expected("smollm2"))
+    for of_rank in run_ranks(num_ranks, work):
+        assert relative_error(of_rank, expected("smollm2")) < 1.3 * alone
 
 
 @pytest.mark.parametrize("variant", variants_here())

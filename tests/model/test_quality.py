@@ -144,11 +144,11 @@ needs_kernels = pytest.mark.skipif(not variants_here(), reason="no compiler for 
 def test_the_script_compares_every_way_of_a_tiny_model(tiny_checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
     quality.main(tiny(tiny_checkpoint("smollm2"), "--out", str(tmp_path / "report.md")))
     rows = table_rows((tmp_path / "report.md").read_text())
-    for name in ("fp32", "bf16", "int8", "int8-kv-int8"):
+    for name in ("fp32", "bf16", "int8", "int8-kv-int8", "int4"):
         assert len(rows[name]) == 2  # in both tables
     assert rows["fp32"][0][1:3] == [rows["pytorch-fp32"][0][1], "0.00000 ± 0.00000"]
     assert rows["fp32"][1] == ["fp32", "3 of 3", "", "100.00%", "100.00%"]
-    divergences = [float(rows[name][0][3].split()[0]) for name in ("fp32", "bf16", "int8")]
+    divergences = [float(rows[name][0][3].split()[0]) for name in ("fp32", "bf16", "int8", "int4")]
     assert divergences == sorted(divergences)
     assert 0 < divergences[1] < divergences[2] < 0.1
 

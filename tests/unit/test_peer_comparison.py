@@ -102,7 +102,7 @@ def test_a_server_is_up_when_it_answers_and_gone_afterwards(tmp_path: Path) -> N
 
 
 def test_every_adapter_names_what_it_needs_before_anything_is_started(tmp_path: Path) -> None:
-    for name in ("ours-int8", "vllm-bf16", "llama-q8_0", "transformers-cb-fp32"):
+    for name in ("ours-int8", "ours-int4", "vllm-bf16", "llama-q8_0", "transformers-cb-fp32"):
         system = make_system(name, make_setting(tmp_path), ["--more"])
         assert system.name == name
         assert system.missing()

@@ -68,10 +68,11 @@ def test_the_dtype_is_float32_on_cpu_and_the_checkpoints_on_gpu(spec):
     assert compute_budget(make_config(), spec, "cuda").dtype == "bfloat16"
 
 
-def test_eight_bit_weights_on_a_cpu_are_accompanied_by_sixteen_bits(spec):
-    eight_bits = ModelConfig(path="smollm2", quantization="int8")
-    assert compute_budget(EngineConfig(model=eight_bits), spec, "cpu").dtype == "bfloat16"
-    exact = replace(eight_bits, dtype="float32")
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_quantised_weights_on_a_cpu_are_accompanied_by_sixteen_bits(spec, quantization):
+    few_bits = ModelConfig(path="smollm2", quantization=quantization)
+    assert compute_budget(EngineConfig(model=few_bits), spec, "cpu").dtype == "bfloat16"
+    exact = replace(few_bits, dtype="float32")
     assert compute_budget(EngineConfig(model=exact), spec, "cpu").dtype == "float32"
 
 
