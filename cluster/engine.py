@@ -207,8 +207,9 @@ class EngineLoop:
     def _on_result(self, payload: bytes) -> None:
         """The ranks get their next plan before the clients get their tokens."""
         self._last_progress = self._clock()
+        num_before = self._scheduler.num_unfinished
         outputs = self._scheduler.postprocess(decode_result(payload))
-        self._gathering.note_ends(outputs, self._last_progress)
+        self._gathering.note_ends(num_before - self._scheduler.num_unfinished, self._last_progress)
         self._fill_pipeline()
         self._streams.publish(outputs)
 

@@ -9,9 +9,6 @@ who is expected and for how long. Knows no sockets and no scheduler; the time co
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-
-from scheduler.request import SequenceOutput
 
 RETURN_S = 0.010
 """The ranks stay idle no longer than this for the clients of requests that have ended together."""
@@ -31,10 +28,9 @@ class Gathering:
         self._num_new = 0  # of those who wait, how many succeed nobody
         self._last_end = self._last_arrival = -math.inf
 
-    def note_ends(self, outputs: Iterable[SequenceOutput], now: float) -> None:
-        num_ends = len({output.request_id for output in outputs if output.finish_reason is not None})
-        if num_ends:
-            self._ended.extend([now] * num_ends)
+    def note_ends(self, num_requests: int, now: float) -> None:
+        if num_requests:
+            self._ended.extend([now] * num_requests)
             self._last_end = now
 
     def note_arrival(self, now: float) -> None:

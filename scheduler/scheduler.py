@@ -191,11 +191,19 @@ class Scheduler:
         decoding = running.decoding.values()
         if running.prefilling or any(s.num_tokens + s.num_pending_tokens + 1 < s.max_num_tokens for s in decoding):
             return None
-        return len({seq.request_id for seq in decoding})
+        request_ids = {seq.request_id for seq in decoding}
+        # A request whose other completions still wait goes on.
+        num_unfinished = sum(len(self._sequences_of[request_id]) for request_id in request_ids)
+        return len(request_ids) if num_unfinished == len(decoding) else None
 
     @property
     def num_steps_in_flight(self) -> int:
         return len(self._in_flight)
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests that run or wait."""
+        return len(self._sequences_of)
 
     @property
     def has_unfinished(self) -> bool:

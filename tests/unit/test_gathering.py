@@ -12,26 +12,22 @@ from cluster.frames import Hello
 from cluster.gathering import QUIET_S, REMEMBERED_S, RETURN_S, Gathering
 from cluster.protocol import Accepted, Generate, TokenBatch, decode_from_scheduler, encode_message, pack_tokens
 from cluster.transport import Connection, connect
-from scheduler.request import SequenceOutput
 from scheduler.sampling_params import SamplingParams
 from tests.support.fake_ranks import expected_tokens
-from tests.support.small_engine import TOKEN, SmallEngine, running_engine
+from tests.support.small_engine import TOKEN, SmallEngine, make_config, running_engine
 
 PROMPT = [5, 6, 7]
+ARRIVAL = None
 
 
-def ends(*request_ids: int, reason: str | None = "length") -> list[SequenceOutput]:
-    return [SequenceOutput(request_id, 0, 7, reason, 0) for request_id in request_ids]  # type: ignore[arg-type]
-
-
-def gathering_after(*events: tuple[float, list[SequenceOutput] | None]) -> Gathering:
-    """What happened, in order: outputs of a step, or the arrival of a request."""
+def gathering_after(*events: tuple[float, int | None]) -> Gathering:
+    """What happened, in order: a step in which so many requests ended, or the arrival of one."""
     gathering = Gathering()
-    for now, outputs in events:
-        if outputs is None:
+    for now, num_ends in events:
+        if num_ends is None:
             gathering.note_arrival(now)
         else:
-            gathering.note_ends(outputs, now)
+            gathering.note_ends(num_ends, now)
     return gathering
 
 
@@ -39,44 +35,40 @@ def gathering_after(*events: tuple[float, list[SequenceOutput] | None]) -> Gathe
 
 
 def test_a_lone_request_starts_at_once() -> None:
-    assert gathering_after((5.0, None)).due(0, 5.0) <= 5.0
+    assert gathering_after((5.0, ARRIVAL)).due(0, 5.0) <= 5.0
 
 
 def test_a_lone_client_s_next_request_starts_at_once() -> None:
-    assert gathering_after((0.0, None), (1.0, ends(1)), (1.002, None)).due(0, 1.002) <= 1.002
+    assert gathering_after((0.0, ARRIVAL), (1.0, 1), (1.002, ARRIVAL)).due(0, 1.002) <= 1.002
 
 
 def test_tokens_that_end_nothing_make_nobody_wait() -> None:
-    assert gathering_after((1.0, ends(1, 2, 3, reason=None)), (1.001, None)).due(0, 1.001) <= 1.001
-
-
-def test_the_texts_of_one_request_are_one_end() -> None:
-    assert gathering_after((1.0, ends(4, 4, 4)), (1.001, None)).due(0, 1.001) <= 1.001
+    assert gathering_after((1.0, 0), (1.001, ARRIVAL)).due(0, 1.001) <= 1.001
 
 
 def test_the_first_to_come_back_waits_for_those_who_ended_with_it() -> None:
-    two = gathering_after((1.0, ends(1, 2, 3)), (1.001, None), (1.002, None))
+    two = gathering_after((1.0, 3), (1.001, ARRIVAL), (1.002, ARRIVAL))
     assert two.due(0, 1.002) == 1.002 + QUIET_S
     two.note_arrival(1.004)
     assert two.due(0, 1.004) <= 1.004, "all are here"
 
 
 def test_nobody_waits_long_for_clients_that_stay_away() -> None:
-    assert gathering_after((1.0, ends(1, 2)), (1.009, None)).due(0, 1.009) == 1.0 + RETURN_S
-    assert gathering_after((1.0, ends(1, 2)), (1.05, None)).due(0, 1.05) <= 1.05
+    assert gathering_after((1.0, 2), (1.009, ARRIVAL)).due(0, 1.009) == 1.0 + RETURN_S
+    assert gathering_after((1.0, 2), (1.05, ARRIVAL)).due(0, 1.05) <= 1.05
 
 
 def test_who_came_before_the_others_ended_waits_until_they_can_be_back() -> None:
-    early = gathering_after((1.0, ends(1)), (1.004, None), (1.02, ends(2, 3)))
+    early = gathering_after((1.0, 1), (1.004, ARRIVAL), (1.02, 2))
     assert early.due(0, 1.02) == 1.02 + RETURN_S
 
 
 def test_successors_wait_for_streams_that_are_about_to_end() -> None:
-    assert gathering_after((1.0, ends(1)), (1.004, None)).due(2, 1.004) == math.inf
+    assert gathering_after((1.0, 1), (1.004, ARRIVAL)).due(2, 1.004) == math.inf
 
 
 def test_as_many_newcomers_as_streams_are_about_to_end_wait_for_none_of_them() -> None:
-    gathering = gathering_after((1.0, None), (1.0, None))
+    gathering = gathering_after((1.0, ARRIVAL), (1.0, ARRIVAL))
     assert gathering.due(2, 1.0) <= 1.0
     gathering.note_start()
     gathering.note_arrival(1.1)
@@ -84,7 +76,7 @@ def test_as_many_newcomers_as_streams_are_about_to_end_wait_for_none_of_them() -
 
 
 def test_ends_are_forgotten() -> None:
-    old = gathering_after((1.0, ends(1, 2, 3)), (1.0 + REMEMBERED_S, None))
+    old = gathering_after((1.0, 3), (1.0 + REMEMBERED_S, ARRIVAL))
     assert old.due(1, 1.0 + REMEMBERED_S) <= 1.0 + REMEMBERED_S, "it is a newcomer"
 
 
@@ -98,7 +90,11 @@ class Streams:
         self.connection: Connection
         self.connection, _ = connect(engine.address, Hello(token=TOKEN, role="ingress", name="test"))
         self._sampling = SamplingParams(**{"seed": 1, "max_tokens": 8, **params})
-        self._num_asked = self._num_taken = self._num_ended = self._num_succeeded = 0
+        self._num_asked = self._num_taken = self._num_texts = self._num_succeeded = 0
+
+    @property
+    def _num_ended(self) -> int:
+        return self._num_texts // self._sampling.n
 
     def begin(self, num_requests: int) -> None:
         """Ask for all of them in one write, and wait until they are taken."""
@@ -122,7 +118,7 @@ class Streams:
         while not condition():
             message = decode_from_scheduler(self.connection.recv_frame(5.0)[1])
             self._num_taken += isinstance(message, Accepted)
-            self._num_ended += len(message.ends) if isinstance(message, TokenBatch) else 0
+            self._num_texts += len(message.ends) if isinstance(message, TokenBatch) else 0
 
 
 @pytest.fixture
@@ -171,3 +167,12 @@ def test_nobody_waits_for_others_where_there_is_no_room_for_more(engine: SmallEn
     engine.ranks[0].model.blocked.clear()
     streams.go_on(16)
     assert rows_of_prompts(engine) == [8, 8]
+
+
+@pytest.mark.parametrize("one_step_ahead", [True, False])
+def test_the_texts_of_a_request_do_not_wait_for_its_end(one_step_ahead: bool) -> None:
+    with running_engine(make_config(one_step_ahead=one_step_ahead), clock=lambda: 1.0) as engine:
+        streams = Streams(engine, n=3, max_tokens=1)
+        streams.begin(1)
+        streams.go_on(2)
+        assert rows_of_prompts(engine) == [1, 2, 1, 2]

@@ -137,6 +137,15 @@ def test_the_texts_of_a_request_are_one_that_is_ending() -> None:
     assert (story.scheduler.num_running, story.scheduler.num_ending) == (1, 1)
 
 
+def test_a_request_is_not_ending_while_another_of_its_texts_waits() -> None:
+    story = Story(one_step_ahead=True)
+    story.add("a", 6, max_tokens=1, n=2)
+    story.schedule()
+    assert (story.scheduler.num_waiting, story.scheduler.num_ending) == (1, None)
+    story.schedule()
+    assert (story.scheduler.num_waiting, story.scheduler.num_ending) == (0, 1)
+
+
 def test_steps_in_flight_bring_the_end_nearer() -> None:
     story = Story(one_step_ahead=True)
     story.add("a", 6, max_tokens=3)
