@@ -59,7 +59,7 @@ void Decoder::reserve(int64_t num_tokens) {
   scales_ = take<float>(rows);
   if (amx_available()) {
     digits_ = take<bf16>(kMostDigits * rows * operand_stride_);
-    inner_digits_ = take_zeros<bf16>(kMostDigits * rows * operand_stride_);
+    inner_digits_ = take<bf16>(kMostDigits * rows * operand_stride_);
   }
   group_sums_stride_ = operand_stride_ / kInt4Group;
   group_sums_ = take<float>(rows * group_sums_stride_);
@@ -247,6 +247,10 @@ Rows Decoder::run_inner(const Layer& layer, int64_t num_tokens) {
   out.num_digits = num_digits;
   out.stride = operand_stride_;
   multiply(pool_, *layer.gate_up, rows, num_tokens, out);
+  const int64_t not_written = layer.down->padded_k - out.columns;  // up to whole tiles; NaNs there would spread
+  for (int64_t row = 0; not_written > 0 && row < num_tokens * num_digits; ++row) {
+    memset(out.digits + row * out.stride + out.columns, 0, not_written * sizeof(bf16));
+  }
   Rows inner = rows;
   inner.digits = out.digits;
   inner.digits_stride = out.stride;
