@@ -26,8 +26,7 @@ constexpr int64_t kAmxRows = 32;
 // activations is so many bytes, and as many rows of weights belong to it.
 class AmxScope {
  public:
-  explicit AmxScope(bool active, int depth = 64) : active_(active) {
-    if (!active_) return;
+  explicit AmxScope(int depth = 64) {
     alignas(64) uint8_t config[64] = {1};
     for (int i = 0; i < 8; ++i) {
       config[16 + 2 * i] = i == 4 || i == 5 ? depth : 64;
@@ -37,13 +36,13 @@ class AmxScope {
     asm volatile("" : : "r"(config) : "memory");
     _tile_loadconfig(config);
   }
-  ~AmxScope() {
-    if (active_) _tile_release();
-  }
-
- private:
-  bool active_;
+  ~AmxScope() { _tile_release(); }
+  AmxScope(const AmxScope&) = delete;
+  AmxScope& operator=(const AmxScope&) = delete;
 };
+
+// What tiles are loaded from is in memory from here on: GCC's intrinsics do not say that they read it.
+ANTIPHON_INLINE void before_tiles() { asm volatile("" : : : "memory"); }
 
 ANTIPHON_INLINE void prefetch_to_write(const float* line) { asm volatile("prefetchw %0" : : "m"(*line)); }
 
@@ -67,6 +66,7 @@ struct AmxPass {
 // as anything; a second tile that no row needs is left out. Tiles take many cycles for few instructions: `meanwhile` is
 // called between them, to do something else.
 #define ANTIPHON_AMX_SUM(dot, Element, per_tile)                                             \
+  before_tiles();                                                                            \
   const bool both = count > 16;                                                              \
   if (pass.more) {                                                                           \
     _tile_loadd(0, sums, kPanel * 4);                                                        \

@@ -15,7 +15,7 @@ namespace antiphon {
 
 namespace {
 
-constexpr int kMostDigits = 2;
+constexpr int kFineDigits = 2;
 template <int Digits>
 constexpr int64_t kRows = kAmxRows / Digits;  // query rows at once
 constexpr int64_t kWeightStride = kKeysPerChunk + 32;
@@ -43,7 +43,7 @@ struct AmxTileMemory {
       memory += count;
       return start;
     };
-    q = halves((rows * kMostDigits + kAmxRows) * dim);
+    q = halves((rows * kFineDigits + kAmxRows) * dim);
     keys = halves(kKeysPerChunk * dim);
     values = halves(kKeysPerChunk * dim);
     digits = halves(kAmxRows * kWeightStride);
@@ -191,7 +191,7 @@ int64_t amx_tile_scratch_size(const AttentionShape& shape) {
 void attend_tile_amx(const AttentionCall& call, const AttentionTask& task, int32_t window, float* buffer) {
   const AmxTileMemory memory(buffer, call.shape);
   const TilePlace place(call, task, window);
-  const AmxScope scope(true);
+  const AmxScope scope;
   auto add_chunks = [&](auto number, auto digits) {
     using T = decltype(number);
     constexpr int kDigits = decltype(digits)::value;
@@ -208,7 +208,7 @@ void attend_tile_amx(const AttentionCall& call, const AttentionTask& task, int32
   auto add_digits = [&](auto digits) {
     call.cache.format == KvFormat::kInt8 ? add_chunks(int8_t{}, digits) : add_chunks(bf16{}, digits);
   };
-  call.coarse ? add_digits(std::integral_constant<int, 1>()) : add_digits(std::integral_constant<int, 2>());
+  call.coarse ? add_digits(std::integral_constant<int, 1>()) : add_digits(std::integral_constant<int, kFineDigits>());
   write_tile(call, place, memory.sums, call.shape.head_dim, memory.weights);
 }
 

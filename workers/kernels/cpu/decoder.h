@@ -76,9 +76,9 @@ class Decoder {
   // below.
   void reserve(int64_t num_tokens);
   int32_t forward(const Step& step);
-  int64_t hidden() const { return description_.hidden; }
   // rows [count, hidden], `stride` apart -> logits [count, this rank's part of the vocabulary].
   void logits(const float* rows, int64_t stride, int64_t count, float* out, int64_t out_stride);
+  int64_t hidden() const { return description_.hidden; }
 
  private:
   int64_t most_unpacked() const;

@@ -175,7 +175,7 @@ void multiply_digits(const Matrix& matrix, const bf16* weights, int64_t first, i
 void multiply_in_tiles(const Matrix& matrix, int64_t first, int64_t last, const Rows& rows, int64_t m, char* room,
                        const Output& out) {
   const bool in_digits = rows.num_digits > 0;
-  const AmxScope scope(true, matrix.format == Format::kInt4 && !in_digits ? kInt4Group : 64);
+  const AmxScope scope(matrix.format == Format::kInt4 && !in_digits ? kInt4Group : 64);
   const int64_t start = first * matrix.padded_k * kPanel;
   if (matrix.format == Format::kBfloat16) {
     multiply_digits(matrix, static_cast<const bf16*>(matrix.data) + start, first, last, rows, m, out);

@@ -84,6 +84,7 @@ void sum_tile(const Tiles& tiles, int64_t num_groups, bool fresh, const Rows& ro
 #pragma GCC unroll 16
   for (int i = 0; i < 2 * kRowsAtOnce; ++i) acc[i / kRowsAtOnce][i % kRowsAtOnce] = Vec{};
   for (int64_t g = 0; fresh && g < kAhead && g < num_groups; ++g) tiles.unpack(g);
+  before_tiles();
   for (int64_t g = 0; g <= num_groups; ++g) {
     if (fresh && g + kAhead < num_groups) tiles.unpack(g + kAhead);
     if (g < num_groups) multiply_group(a, rows.numbers_stride, tiles, g, products[g % 2]);
