@@ -100,9 +100,8 @@ def test_pytorch_computes_where_it_is_asked_for(directory, caplog):
     assert "worker.cpu_kernels is pytorch" in caplog.text
 
 
-def test_without_the_systems_leave_to_use_amx_the_next_best_is_chosen(tmp_path):
-    if platform.machine() != "x86_64":
-        return
+@pytest.mark.skipif(platform.machine() != "x86_64" or sys.platform != "linux", reason="AMX is of x86-64")
+def test_without_the_systems_leave_to_use_amx_the_next_best_is_chosen():
     code = (
         "import logging; logging.basicConfig(level='INFO'); from workers.kernels.cpu import build; "
         "print([v.name for v in build.supported_variants()]); build.choose_variant('amx')"
