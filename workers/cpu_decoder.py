@@ -1,7 +1,8 @@
 """A loaded model moved into the C++ kernels: its weights packed once, a whole step in one call.
 
 A drop-in for `workers.models.decoder.CausalLM` on the CPU, for every architecture there: what a layer holds and the
-spec's numbers say what it computes, no architecture is asked for by name. Knows neither plans nor slots.
+spec's numbers say what it computes, no architecture is asked for by name. Knows neither plans nor slots, and not how
+weights are packed (`workers.packed_model`).
 """
 
 from __future__ import annotations
@@ -10,10 +11,9 @@ from collections.abc import Callable
 from ctypes import byref, c_float
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from configs.model_spec import ModelSpec
 from scheduler.output import Int32
@@ -22,28 +22,20 @@ from workers.cpu_packing import WeightFormat, WeightPacker
 from workers.cpu_sampler import CpuSampler
 from workers.kernels.cpu.library import (
     AllReduce,
-    CDescription,
-    CLayer,
     CpuKernels,
     CStep,
     Decoder,
-    Format,
     KvFormat,
     Pool,
-    Then,
     cache_strides,
     check_memory,
 )
 from workers.kv_cache import KVCache
-from workers.layers.attention import SelfAttention
-from workers.layers.mlp import GatedMLP
-from workers.layers.rotary import RotaryEmbedding, inverse_frequencies
 from workers.models.decoder import CausalLM
+from workers.packed_model import PackedModel
 from workers.parallel import ParallelGroup
 from workers.sampler import SamplingRows
 from workers.shared_memory_group import SharedMemoryGroup
-
-ACTIVATIONS = {"silu": Then.SILU_TIMES_UP, "gelu_tanh": Then.GELU_TIMES_UP}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -76,17 +68,9 @@ class CpuDecoder:
         self._group = group
         self._kernels = kernels
         self._pool = Pool(kernels, num_threads)
-        self._packer = WeightPacker(kernels, self._pool, weight_format)
         self._part_sizes = model.lm_head.part_sizes
-        self._embedding_bytes = 0
-        self._keep: list[object] = []  # what C++ holds addresses of
-        self._layers = (CLayer * spec.num_layers)()
-        for packed, layer in zip(self._layers, model.model.layers, strict=True):
-            self._pack_layer(packed, layer)
-        for i, (window, rope) in enumerate(zip(spec.windows, model.model.rope_of_layer, strict=True)):
-            self._layers[i].window = window or 0
-            self._layers[i].rope = rope % len(model.model.ropes)
-        self._description = self._describe(model)
+        self._packed = PackedModel(model, spec, group, WeightPacker(kernels, self._pool, weight_format))
+        self._sum_over_ranks()
         self._hidden = torch.empty(0, spec.hidden_size)
         self._logits = torch.empty(0, self._part_sizes[group.rank])
         self._max_num_tokens = max_num_tokens
@@ -97,12 +81,12 @@ class CpuDecoder:
     @property
     def packed_bytes(self) -> dict[str, int]:
         """Bytes of weights by the format they are kept in."""
-        return dict(self._packer.num_bytes)
+        return self._packed.num_bytes
 
     @property
     def step_bytes(self) -> int:
         """Bytes of weights that a step with logits reads."""
-        return sum(self._packer.num_bytes.values()) - self._embedding_bytes
+        return self._packed.step_bytes
 
     def __call__(self, token_ids: Tensor, positions: Tensor, kv: KVCache, meta: AttentionMetadata) -> Tensor:
         """token_ids [T], positions [T] -> [T, hidden]; the step's K/V are in the cache afterwards."""
@@ -157,115 +141,26 @@ class CpuDecoder:
         """Chooses tokens on the threads of the decoder, which is not at work meanwhile."""
         return CpuSampler(self._kernels, self._pool, self._spec.vocab_size)
 
-    def _pack_layer(self, packed: CLayer, layer: nn.Module) -> None:
-        attention, mlp = cast(SelfAttention, layer.self_attn), cast(GatedMLP, layer.mlp)
-        single = self._group.size == 1
-        packed.qkv = self._pack(attention.qkv_proj, bias=True)
-        packed.output = self._pack(attention.o_proj, bias=single)
-        packed.gate_up = self._pack(mlp.gate_up_proj, bias=True, gated=True)
-        packed.down = self._pack(mlp.down_proj, bias=single)
-        packed.attention_norm = self._vector(layer.input_layernorm.weight)
-        if self._spec.post_norms:
-            packed.attention_out_norm = self._vector(layer.post_attention_layernorm.weight)
-            packed.mlp_norm = self._vector(layer.pre_feedforward_layernorm.weight)
-            packed.mlp_out_norm = self._vector(layer.post_feedforward_layernorm.weight)
-        else:
-            packed.mlp_norm = self._vector(layer.post_attention_layernorm.weight)
-        if attention.q_norm is not None and attention.k_norm is not None:
-            packed.q_norm, packed.k_norm = self._vector(attention.q_norm.weight), self._vector(attention.k_norm.weight)
-        if not single:
-            packed.output_bias = self._vector(attention.o_proj.bias)
-            packed.down_bias = self._vector(mlp.down_proj.bias)
-
-    def _pack(self, linear: Any, *, bias: bool, gated: bool = False) -> int:
-        matrix = self._packer.pack(linear.weight, linear.bias if bias else None, gated=gated)
-        self._keep.append(matrix)
-        _empty(linear.weight)
-        return matrix.handle
-
-    def _vector(self, values: Tensor | None) -> int | None:
-        if values is None:
-            return None
-        # Padded, because the kernels read whole vectors of some of them.
-        padded = torch.zeros(-(-len(values) // 64) * 64)
-        padded[: len(values)] = values.detach()
-        self._keep.append(padded)
-        return padded.data_ptr()
-
-    def _pack_vocabulary(self, model: CausalLM) -> tuple[int, int]:
-        """(embedding, head). A tied head serves as both, unless quantising it would cost the embedding precision."""
-        tied = self._spec.tie_word_embeddings
-        embedding_weight = model.model.embed_tokens.weight
-        head = self._packer.pack_head(embedding_weight if tied else model.lm_head.weight)
-        embedding = head
-        if not tied or head.format is Format.INT8:
-            embedding = self._packer.pack_unquantised(embedding_weight)
-            self._embedding_bytes = embedding.num_bytes  # of which a step reads a few rows
-        self._keep += [head, embedding]
-        _empty(embedding_weight)
-        if not tied:
-            _empty(model.lm_head.weight)
-        return embedding.handle, head.handle
-
-    def _describe(self, model: CausalLM) -> CDescription:
-        spec, group = self._spec, self._group
-        embed_tokens = model.model.embed_tokens
-        first: Any = model.model.layers[0]
-        shard = first.self_attn.shard
-        embedding, head = self._pack_vocabulary(model)
-        description = CDescription(
-            num_layers=spec.num_layers,
-            hidden=spec.hidden_size,
-            inner=len(first.mlp.down_proj.weight.pieces[0].columns),
-            num_heads=shard.num_heads,
-            num_kv_heads=shard.num_kv_heads,
-            head_dim=spec.head_dim,
-            first_token=embed_tokens.rows.start,
-            num_tokens=len(embed_tokens.rows),
-            activation=ACTIVATIONS[spec.activation],
-            eps=spec.rms_norm_eps,
-            attention_scale=spec.attention_scale,
-            attention_soft_cap=spec.attention_soft_cap or 0.0,
-            logit_soft_cap=spec.logit_soft_cap or 0.0,
-            embedding_scale=1.0 if embed_tokens.scale is None else embed_tokens.scale,
-            embedding=embedding,
-            head=head,
-            final_norm=self._vector(model.model.norm.weight),
-        )
-        self._describe_ropes(description)
-        if isinstance(group, SharedMemoryGroup):
-            description.all_reduce, description.group = group.direct_all_reduce
-        elif group.size > 1:
+    def _sum_over_ranks(self) -> None:
+        """Straight from C++ through shared memory, or by way of Python."""
+        description = self._packed.description
+        if isinstance(self._group, SharedMemoryGroup):
+            description.all_reduce, description.group = self._group.direct_all_reduce
+        elif self._group.size > 1:
             self._all_reduce = AllReduce(self._reduce)
             description.all_reduce = self._all_reduce
-        return description
-
-    def _describe_ropes(self, description: CDescription) -> None:
-        """Dynamic rope's frequencies differ from token to token: those rotations are made here, step by step."""
-        spec = self._spec
-        ropes = [spec.rope] if spec.local_rope is None else [spec.rope, spec.local_rope]
-        self._ropes: list[RotaryEmbedding | None] = []
-        description.num_ropes = len(ropes)
-        for i, rope in enumerate(ropes):
-            dynamic = rope.kind == "dynamic"
-            made_here = RotaryEmbedding(rope, spec.head_dim, dtype=torch.float32, device=torch.device("cpu"))
-            self._ropes.append(made_here if dynamic else None)
-            description.rope_factors[i] = rope.attention_factor
-            if not dynamic:
-                description.rope_frequencies[i] = self._vector(inverse_frequencies(rope, spec.head_dim))
 
     def _bind(self, kv: KVCache) -> None:
         """A decoder over this cache; what an earlier one worked in is given back."""
         self._decoder = self._kv = None
-        for packed, k, v in zip(self._layers, kv.k, kv.v, strict=True):
+        layers, description = self._packed.layers, self._packed.description
+        for packed, k, v in zip(layers, kv.k, kv.v, strict=True):
             assert k.dtype == v.dtype and k.stride() == v.stride()
             packed.k_cache, packed.v_cache = k.data_ptr(), v.data_ptr()
             packed.block_stride, packed.token_stride, packed.head_stride = cache_strides(k)
-        self._description.kv_block_size = kv.block_size
-        self._description.kv_format = KvFormat.of(kv.k[0].dtype)
-        self._decoder = Decoder(
-            self._kernels, self._pool, self._description, self._layers, num_tokens=self._max_num_tokens
-        )
+        description.kv_block_size = kv.block_size
+        description.kv_format = KvFormat.of(kv.k[0].dtype)
+        self._decoder = Decoder(self._kernels, self._pool, description, layers, num_tokens=self._max_num_tokens)
         self._kv = kv
 
     def _point_at(self, token_ids: Tensor, positions: Tensor, meta: AttentionMetadata) -> StepInMemory:
@@ -277,7 +172,7 @@ class CpuDecoder:
         keep.append(meta.block_tables)
         step.token_ids, step.positions, step.slots = (t.data_ptr() for t in keep[:3])
         step.first_queries, step.seq_lens, step.block_tables = (t.data_ptr() for t in keep[3:6])
-        for i, rope in enumerate(self._ropes):
+        for i, rope in enumerate(self._packed.ropes):
             if rope is not None:
                 cos, sin = (t.contiguous() for t in rope(positions, meta.rope_lens))
                 keep += [cos, sin]
@@ -322,7 +217,3 @@ class CpuDecoder:
 
 def _as(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor.to(dtype).contiguous()
-
-
-def _empty(parameter: nn.Parameter) -> None:
-    parameter.data = torch.empty(0, dtype=parameter.dtype)

@@ -1,6 +1,6 @@
 """Which format each weight matrix of a model is packed in for the C++ kernels, and how much memory that takes.
 
-Knows no layers (`workers.cpu_decoder`) and not what a packed matrix looks like inside.
+Knows no layers (`workers.packed_model`) and not what a packed matrix looks like inside.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from workers.kernels.cpu.library import CpuKernels, Format, PackedMatrix, Pool
 WeightFormat = Literal["float32", "bfloat16", "int8", "int4"]
 """float32: the weights' own precision, kept in 16 bits where that loses nothing. int8: one scale per output; int4: a
 scale and a minimum per output and 32 inputs, the output head in int8. In both activations have 15 bits and one scale
-per token, the embedding has the model's dtype."""
+per token, but beside int4 in AMX's tiles they are bfloat16 numbers where there are many; the embedding has the model's
+dtype."""
 
 
 class WeightPacker:

@@ -1,7 +1,7 @@
 """The kernel library as Python sees it: its C structures and functions, and objects that own what it allocates.
 
 Tensors are handed over by address: float32 and contiguous unless a stride is given with them. Knows no models
-(`workers.cpu_decoder`) and not how the library is made (`workers.kernels.cpu.build`).
+(`workers.packed_model`) and not how the library is made (`workers.kernels.cpu.build`).
 """
 
 from __future__ import annotations
