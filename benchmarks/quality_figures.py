@@ -26,7 +26,7 @@ class Mean:
         return cls(float(values.mean()), error)
 
     def text(self, digits: int) -> str:
-        return f"{self.value:.{digits}f} ± {self.error:.{digits}f}"
+        return f"{self.value:z.{digits}f} ± {self.error:.{digits}f}"
 
 
 @dataclass(frozen=True, slots=True)

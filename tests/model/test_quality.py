@@ -70,6 +70,11 @@ def test_the_figures_are_those_of_the_definitions() -> None:
     assert found.most_logit_gap == pytest.approx(math.log(3.0))
 
 
+def test_a_mean_that_rounds_to_nothing_has_no_sign() -> None:
+    assert Mean(-4e-6, 2e-6).text(5) == "0.00000 ± 0.00000"
+    assert Mean(-6e-6).text(5) == "-0.00001 ± 0.00000"
+
+
 def test_agreement_counts_tokens_until_the_first_that_differs() -> None:
     reference = [[1, 2, 3, 4], [5, 6, 7, 8], [1, 1, 1, 1]]
     answers = [[1, 2, 3, 4], [5, 9, 7, 8], [1, 1, 1, 2]]
