@@ -91,8 +91,14 @@ class Tiles {
  public:
   using Weight = typename Kind::Weight;
 
-  Tiles(const Kind& kind, const Matrix& m, const Output& out)
-      : kind_(kind), m_(m), out_(out), at_once_(kAmxRows / kind.per_row()), unfinished_(kind, m, out) {}
+  // `from_memory`: the weights have to be fetched ahead; those that were unpacked just now are near.
+  Tiles(const Kind& kind, const Matrix& m, const Output& out, bool from_memory)
+      : kind_(kind),
+        m_(m),
+        out_(out),
+        from_memory_(from_memory),
+        at_once_(kAmxRows / kind.per_row()),
+        unfinished_(kind, m, out) {}
 
   // `weights` are those of the first panel.
   void multiply(const Weight* weights, int64_t first_panel, int64_t last_panel, int64_t num_rows) {
@@ -102,7 +108,7 @@ class Tiles {
     for (int64_t row = 0; row < num_rows; row += block) {
       for (int64_t panel = first_panel; panel < last_panel; ++panel) {
         const Weight* own = weights + (panel - first_panel) * panel_size;
-        multiply_block(own, panel, row, std::min(num_rows, row + block), panel + 1 < last_panel);
+        multiply_block(own, panel, row, std::min(num_rows, row + block), from_memory_ && panel + 1 < last_panel);
       }
     }
   }
@@ -111,13 +117,13 @@ class Tiles {
   static constexpr int64_t kTile = 64 / sizeof(Weight);  // of k
   static constexpr int64_t kTileLines = kPanel;          // of a panel
 
-  // The panel after it is fetched meanwhile, if it `has_next`: each tile a few of its lines.
-  void multiply_block(const Weight* weights, int64_t panel, int64_t first, int64_t last, bool has_next) {
+  // The panel after it is fetched meanwhile, if it `fetches_next`: each tile a few of its lines.
+  void multiply_block(const Weight* weights, int64_t panel, int64_t first, int64_t last, bool fetches_next) {
     const int64_t num_steps = (last - first + at_once_ - 1) / at_once_;
     const bool many = num_steps >= kManySteps;
     const int64_t bytes = m_.padded_k * kPanel * static_cast<int64_t>(sizeof(Weight));
     next_panel_ = reinterpret_cast<const char*>(weights) + bytes;
-    next_lines_per_tile_ = many && has_next ? (kTileLines + num_steps - 1) / num_steps : 0;
+    next_lines_per_tile_ = many && fetches_next ? (kTileLines + num_steps - 1) / num_steps : 0;
     const int64_t num_slices = many ? (bytes + kSlice - 1) / kSlice : 1;
     const int64_t slice = round_up<int64_t>((m_.padded_k + num_slices - 1) / num_slices, kTile);
     for (int64_t k = 0; k < m_.padded_k; k += slice) {
@@ -125,7 +131,7 @@ class Tiles {
       for (int64_t step = 0; step < num_steps; ++step) {
         const int64_t row = first + step * at_once_;
         AmxPass pass;
-        pass.fresh = row == 0 && !many;
+        pass.fresh = from_memory_ && row == 0 && !many;
         pass.streaming = many;
         pass.more = k > 0;
         auto* sums = sums_[num_slices > 1 ? step : next_sums_++ % 2];
@@ -156,6 +162,7 @@ class Tiles {
   const Kind& kind_;
   const Matrix& m_;
   const Output& out_;
+  const bool from_memory_;
   const int64_t at_once_;
   int64_t next_sums_ = 0;
   const char* next_panel_ = nullptr;
@@ -169,7 +176,7 @@ class Tiles {
 void multiply_digits(const Matrix& matrix, const bf16* weights, int64_t first, int64_t last, const Rows& rows,
                      int64_t m, const Output& out) {
   const Digits digits{rows};
-  Tiles<Digits>(digits, matrix, out).multiply(weights, first, last, m);
+  Tiles<Digits>(digits, matrix, out, matrix.format == Format::kBfloat16).multiply(weights, first, last, m);
 }
 
 void multiply_in_tiles(const Matrix& matrix, int64_t first, int64_t last, const Rows& rows, int64_t m, char* room,
@@ -181,7 +188,8 @@ void multiply_in_tiles(const Matrix& matrix, int64_t first, int64_t last, const 
     multiply_digits(matrix, static_cast<const bf16*>(matrix.data) + start, first, last, rows, m, out);
   } else if (matrix.format == Format::kInt8) {
     const Numbers numbers{rows};
-    Tiles<Numbers>(numbers, matrix, out).multiply(static_cast<const int8_t*>(matrix.data) + start, first, last, m);
+    auto* weights = static_cast<const int8_t*>(matrix.data) + start;
+    Tiles<Numbers>(numbers, matrix, out, true).multiply(weights, first, last, m);
   } else if (in_digits) {
     multiply_unpacked(matrix, first, last, rows, m, room, out);
   } else {
