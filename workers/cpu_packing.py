@@ -13,10 +13,10 @@ from torch import Tensor
 from workers.kernels.cpu.library import CpuKernels, Format, PackedMatrix, Pool
 
 WeightFormat = Literal["float32", "bfloat16", "int8", "int4"]
-"""float32: the weights' own precision, kept in 16 bits where that loses nothing. int8: one scale per output; int4: a
-scale and a minimum per output and 32 inputs, the output head in int8. In both activations have 15 bits and one scale
-per token, but beside int4 in AMX's tiles they are bfloat16 numbers where there are many; the embedding has the model's
-dtype."""
+"""float32: the weights' own precision, kept as bfloat16 where that loses nothing. bfloat16: 12 bits that stand for 16.
+int8: one scale per output; int4: a scale and a minimum per output and 32 inputs, the output head in int8. In both
+activations have 15 bits and one scale per token, but beside int4 in AMX's tiles they are bfloat16 numbers where there
+are many; the embedding has the model's dtype."""
 
 
 class WeightPacker:
@@ -57,7 +57,9 @@ class WeightPacker:
         gated: bool,
         exact: bool,
     ) -> PackedMatrix:
-        packed = PackedMatrix(self._kernels, self._pool, weight, bias, format=format, gated=gated, exact=exact)
+        packed = PackedMatrix(
+            self._kernels, self._pool, weight, bias, format=format, gated=gated, exact=exact, coded=True
+        )
         name = format.name.lower()
         self.num_bytes[name] = self.num_bytes.get(name, 0) + packed.num_bytes
         return packed

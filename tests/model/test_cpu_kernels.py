@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.support.cpu_kernels import attend, linear, loaded, rms_norm, store_kv, variants_here
+from tests.support.cpu_kernels import attend, linear, loaded, read_back, rms_norm, store_kv, variants_here
 from workers.attention.base import AttentionMetadata, AttentionParams
 from workers.attention.reference import ReferenceBackend
 from workers.kernels.cpu.library import Format, PackedMatrix, Pool, Then
@@ -152,13 +152,6 @@ def test_a_row_can_be_read_back(kernels, pool, weight_format):
     for row in (0, 31, 69):
         limit = {Format.INT8: 0.501 / 127, Format.INT4: 0.2}.get(weight_format, 0.0) * largest[row]
         assert (read_back(kernels, matrix, 70, 33)[row] - weight[row]).abs().max() <= limit
-
-
-def read_back(kernels, matrix, num_rows, num_columns):
-    out = torch.full((num_rows, num_columns), torch.nan)
-    for row in range(num_rows):
-        kernels.matrix_row(matrix.handle, row, out[row].data_ptr())
-    return out
 
 
 def test_weights_that_were_in_four_bits_before_come_back_as_they_were(kernels, pool):

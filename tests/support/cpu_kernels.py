@@ -92,3 +92,10 @@ def attend(
     )
     kernels.attend(pool.handle, byref(call), window or 0)
     return out
+
+
+def read_back(kernels: CpuKernels, matrix: PackedMatrix, num_rows: int, num_columns: int) -> Tensor:
+    out = torch.full((num_rows, num_columns), torch.nan)
+    for row in range(num_rows):
+        kernels.matrix_row(matrix.handle, row, out[row].data_ptr())
+    return out

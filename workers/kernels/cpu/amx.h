@@ -62,6 +62,15 @@ struct AmxPass {
   bool more = false;       // `sums` holds products of smaller k, to be added to
 };
 
+// Where a sum's weights are: from `start` on, around a ring of mask + 1 bytes where there is one.
+struct TileWeights {
+  TileWeights(const void* weights) : base(static_cast<const char*>(weights)) {}  // NOLINT: where nothing is special
+
+  const char* base;
+  int64_t start = 0, mask = -1;
+  bool fresh = false;  // they come from memory
+};
+
 // Sums [16 or 32][kPanel] of up to 32 rows. Rows past `count` are read (they belong to the same buffer) and come out
 // as anything; a second tile that no row needs is left out. Tiles take many cycles for few instructions: `meanwhile` is
 // called between them, to do something else.
@@ -80,8 +89,9 @@ struct AmxPass {
     _tile_zero(3);                                                                           \
   }                                                                                          \
   const int64_t tile_bytes = 16 * kPanel * 4, a_bytes = stride * sizeof(Element);            \
-  const char* w = reinterpret_cast<const char*>(weights);                                    \
-  for (int64_t i = 0; i < k; i += per_tile, w += tile_bytes) {                               \
+  int64_t at = weights.start;                                                                 \
+  for (int64_t i = 0; i < k; i += per_tile, at += tile_bytes) {                              \
+    const char* w = weights.base + (at & weights.mask);                                      \
     if (pass.streaming) {                                                                    \
       _tile_stream_loadd(4, a + i, a_bytes);                                                 \
     } else {                                                                                 \
@@ -114,13 +124,13 @@ struct AmxPass {
   }
 
 template <typename Meanwhile>
-ANTIPHON_INLINE void amx_sum(const uint8_t* a, int64_t stride, const int8_t* weights, int64_t k, int64_t count,
+ANTIPHON_INLINE void amx_sum(const uint8_t* a, int64_t stride, const TileWeights& weights, int64_t k, int64_t count,
                              const AmxPass& pass, int32_t* sums, const Meanwhile& meanwhile) {
   ANTIPHON_AMX_SUM(_tile_dpbusd, uint8_t, 64);
 }
 
 template <typename Meanwhile>
-ANTIPHON_INLINE void amx_sum(const bf16* a, int64_t stride, const bf16* weights, int64_t k, int64_t count,
+ANTIPHON_INLINE void amx_sum(const bf16* a, int64_t stride, const TileWeights& weights, int64_t k, int64_t count,
                              const AmxPass& pass, float* sums, const Meanwhile& meanwhile) {
   ANTIPHON_AMX_SUM(_tile_dpbf16ps, bf16, 32);
 }

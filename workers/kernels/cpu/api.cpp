@@ -110,11 +110,9 @@ int32_t antiphon_group_all_gather(SharedGroup* group, const uint8_t* part, int64
   return group->all_gather(part, num_rows, widths, out);
 }
 
-Matrix* antiphon_matrix_pack(Pool* pool, int32_t format, int32_t gated, int32_t exact, const float* source, int64_t n,
-                             int64_t k, int64_t stride, const float* bias) {
-  return guarded([&] {
-    return pack(*pool, static_cast<Format>(format), gated, exact, source, n, k, stride, bias).release();
-  });
+Matrix* antiphon_matrix_pack(Pool* pool, const Packing* packing, const float* source, int64_t n, int64_t k,
+                             int64_t stride, const float* bias) {
+  return guarded([&] { return pack(*pool, *packing, source, n, k, stride, bias).release(); });
 }
 
 void antiphon_matrix_release(Matrix* matrix) { delete matrix; }

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "coded.h"
 #include "finish.h"
 #include "gemm_amx.h"
 #include "int4.h"
@@ -20,9 +21,18 @@ constexpr int64_t kMinUnpackRows = kMostRowsInTwoDigits + 1;  // from here unpac
 constexpr int64_t kUnpackedAtOnce = 512 << 10;  // bytes of weights that stay near a core while rows pass by
 constexpr int64_t kCachedActivations = 448 << 10;  // bytes of rows that stay near a core while panels pass by
 
+// Puts right what the stand-ins of a panel's rare weights have added.
+__attribute__((noinline)) void add_rare(const Matrix& m, int64_t panel, const float* row, Vec& c0, Vec& c1) {
+  for (const RareWeight& rare : m.coding->of(panel)) {
+    const float missing = to_float(rare.weight) - to_float(rare.stand_in);
+    (rare.lane() < W ? c0 : c1)[rare.lane() % W] += row[rare.k()] * missing;
+  }
+}
+
 // Not inlined: once per row of a tile it costs little, and a copy for each number of rows costs the build seconds.
-__attribute__((noinline)) void finish_row(const Matrix& m, int64_t panel, const Output& out, int64_t row, Vec c0,
-                                          Vec c1) {
+__attribute__((noinline)) void finish_row(const Matrix& m, int64_t panel, const Rows& rows, const Output& out,
+                                          int64_t row, Vec c0, Vec c1) {
+  if (m.coding != nullptr) add_rare(m, panel, rows.values + row * rows.stride, c0, c1);
   finish(m, panel, out, row, c0, c1);
 }
 
@@ -39,24 +49,42 @@ ANTIPHON_INLINE void sum_float32(const Matrix& m, int64_t panel, const Rows& row
   accumulate<R>(rows.values + row * rows.stride, rows.stride, weights, m.k, acc);
 }
 
+// Reads the weights of a panel front to back, as `CodedReader` does.
+class Bfloat16Reader {
+ public:
+  Bfloat16Reader(const Matrix& m, int64_t panel)
+      : weights_(static_cast<const bf16*>(m.data) + panel * m.padded_k * kPanel) {}
+
+  ANTIPHON_INLINE void read(UVec (&pairs)[4]) {
+    prefetch_bytes<sizeof pairs>(weights_);
+    memcpy(pairs, weights_, sizeof pairs);
+    weights_ += 4 * kPanel;
+  }
+
+ private:
+  const bf16* weights_;
+};
+
 // Weights widened in registers, which is exact: a vector holds two neighbouring k of W columns.
-template <int R>
-ANTIPHON_INLINE void sum_bfloat16(const Matrix& m, int64_t panel, const Rows& rows, int64_t row, Sums<R>& acc) {
-  auto* weights = static_cast<const bf16*>(m.data) + panel * m.padded_k * kPanel;
+template <int R, typename Reader>
+ANTIPHON_INLINE void sum_bfloat16(Reader reader, const Matrix& m, const Rows& rows, int64_t row, Sums<R>& acc) {
   const float* a = rows.values + row * rows.stride;
-  for (int64_t k = 0; k < m.k; k += 2, weights += 2 * kPanel) {
-    prefetch_weights(weights);
-    UVec pairs[2];
-    memcpy(pairs, weights, sizeof pairs);
-    Vec even0 = reinterpret_cast<Vec>(pairs[0] << 16), even1 = reinterpret_cast<Vec>(pairs[1] << 16);
-    Vec odd0 = reinterpret_cast<Vec>(pairs[0] & 0xffff0000u), odd1 = reinterpret_cast<Vec>(pairs[1] & 0xffff0000u);
+  for (int64_t k = 0; k < m.k; k += 4) {
+    UVec pairs[4];
+    reader.read(pairs);
+#pragma GCC unroll 2
+    for (int i = 0; i < 2; ++i) {
+      UVec p0 = pairs[2 * i], p1 = pairs[2 * i + 1];
+      Vec even0 = reinterpret_cast<Vec>(p0 << 16), even1 = reinterpret_cast<Vec>(p1 << 16);
+      Vec odd0 = reinterpret_cast<Vec>(p0 & 0xffff0000u), odd1 = reinterpret_cast<Vec>(p1 & 0xffff0000u);
 #pragma GCC unroll 16
-    for (int r = 0; r < R; ++r) {
-      float x = a[r * rows.stride + k], y = a[r * rows.stride + k + 1];
-      acc[r][0] += x * even0;
-      acc[r][1] += x * even1;
-      acc[r][0] += y * odd0;
-      acc[r][1] += y * odd1;
+      for (int r = 0; r < R; ++r) {
+        float x = a[r * rows.stride + k + 2 * i], y = a[r * rows.stride + k + 2 * i + 1];
+        acc[r][0] += x * even0;
+        acc[r][1] += x * even1;
+        acc[r][0] += y * odd0;
+        acc[r][1] += y * odd1;
+      }
     }
   }
 }
@@ -94,7 +122,15 @@ void tile(const Matrix& m, int64_t panel, const Rows& rows, int64_t row, const O
   for (int r = 0; r < R; ++r) acc[r][0] = acc[r][1] = Vec{};
   switch (m.format) {
     case Format::kFloat32: sum_float32<R>(m, panel, rows, row, acc); break;
-    case Format::kBfloat16: sum_bfloat16<R>(m, panel, rows, row, acc); break;
+    case Format::kBfloat16:
+#if ANTIPHON_HAS_CODED
+      if (m.coding != nullptr) {
+        sum_bfloat16<R>(CodedReader(m, panel), m, rows, row, acc);
+        break;
+      }
+#endif
+      sum_bfloat16<R>(Bfloat16Reader(m, panel), m, rows, row, acc);
+      break;
     case Format::kInt8:
       if constexpr (R <= kMaxTileRows / 2) sum_int8<R>(m, panel, rows, row, acc);
       break;
@@ -103,7 +139,7 @@ void tile(const Matrix& m, int64_t panel, const Rows& rows, int64_t row, const O
       break;
   }
 #pragma GCC unroll 16
-  for (int r = 0; r < R; ++r) finish_row(m, panel, out, row + r, acc[r][0], acc[r][1]);
+  for (int r = 0; r < R; ++r) finish_row(m, panel, rows, out, row + r, acc[r][0], acc[r][1]);
 }
 
 using Tile = void (*)(const Matrix&, int64_t, const Rows&, int64_t, const Output&);
@@ -160,6 +196,7 @@ int num_digits_wanted(const Matrix& m, int64_t num_rows) {
 }
 
 int64_t unpacked_size(const Matrix& m) {
+  if (m.coding != nullptr) return amx_available() ? kCodedRoom : 0;
   return is_unpacked(m, kMinUnpackRows) ? std::max(2 * m.padded_k * kPanel, kUnpackedAtOnce) : 0;
 }
 

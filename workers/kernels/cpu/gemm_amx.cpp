@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "coded.h"
 #include "finish.h"
 #include "int4.h"
 
@@ -86,61 +87,136 @@ class Unfinished {
   const typename Kind::Sum* sums_ = nullptr;
 };
 
-template <typename Kind>
+// Weights that lie as tiles read them.
+template <typename Weight>
+class Plain {
+ public:
+  // Those of panels `first` to `last`. `from_memory`: they have to be fetched ahead; what was just unpacked is near.
+  Plain(const Matrix& m, const Weight* weights, int64_t first, int64_t last, bool from_memory)
+      : m_(m), weights_(weights), first_(first), last_(last), from_memory_(from_memory) {}
+
+  void begin(int64_t) {}
+
+  int64_t num_slices(int64_t num_steps) const {
+    return num_steps >= kManySteps ? (panel_bytes() + kSlice - 1) / kSlice : 1;
+  }
+
+  // Where a slice is, by which `num_steps` will pass.
+  TileWeights slice(int64_t panel, int64_t k, int64_t, int64_t num_steps) {
+    const bool many = num_steps >= kManySteps;
+    const char* start = reinterpret_cast<const char*>(weights_) + (panel - first_) * panel_bytes();
+    if (k == 0) next_panel_ = start + panel_bytes();
+    lines_per_tile_ = many && from_memory_ && panel + 1 < last_ ? (kPanel + num_steps - 1) / num_steps : 0;
+    TileWeights weights(start + k * kPanel * static_cast<int64_t>(sizeof(Weight)));
+    weights.fresh = from_memory_ && !many;
+    return weights;
+  }
+
+  // The panel after it is fetched by many steps: each tile some lines.
+  ANTIPHON_INLINE void meanwhile() {
+    for (int64_t i = 0; i < lines_per_tile_; ++i, next_panel_ += 64) prefetch_to_second_cache(next_panel_);
+  }
+
+ private:
+  int64_t panel_bytes() const { return m_.padded_k * kPanel * static_cast<int64_t>(sizeof(Weight)); }
+
+  const Matrix& m_;
+  const Weight* const weights_;
+  const int64_t first_, last_;
+  const bool from_memory_;
+  const char* next_panel_ = nullptr;
+  int64_t lines_per_tile_ = 0;
+};
+
+// Coded weights, unpacked into a ring between the tiles: some tiles ahead of a single step, else slices ahead.
+class Coded {
+ public:
+  Coded(const Matrix& m, char* room, int64_t first, int64_t last)
+      : m_(m), ring_(reinterpret_cast<bf16*>(room)), first_(first), last_(last), unpacker_(m, ring_, 1, first, last) {}
+
+  void begin(int64_t num_steps) {
+    ring_size_ = num_steps >= kManySteps ? kCodedRoom / kBytes : kSmallRing;
+    unpacker_ = CodedUnpacker(m_, ring_, ring_size_, first_, last_);
+  }
+
+  int64_t num_slices(int64_t num_steps) const {
+    const int64_t most = num_steps >= kManySteps ? kSlice / kBytes : kSmallRing / 2;
+    return num_steps > 1 ? (m_.padded_k + most - 1) / most : 1;
+  }
+
+  TileWeights slice(int64_t panel, int64_t k, int64_t size, int64_t num_steps) {
+    const int64_t place = unpacker_.place_of(panel, k);
+    unpacker_.unpack_to(place + (num_steps > 1 ? size : std::min(kAhead, size)));
+    limit_ = num_steps > 1 ? place + ring_size_ : INT64_MAX;  // a single step reads as quickly as this unpacks
+    tiles_for_one_ = tiles_left_ = num_steps;
+    TileWeights weights(ring_);
+    weights.start = place % ring_size_ * kBytes;
+    weights.mask = ring_size_ * kBytes - 1;
+    return weights;
+  }
+
+  ANTIPHON_INLINE void meanwhile() {
+    if (--tiles_left_ > 0) return;
+    tiles_left_ = tiles_for_one_;
+    unpacker_.unpack(kTile, limit_);
+    before_tiles();
+  }
+
+ private:
+  static constexpr int64_t kTile = 32, kSmallRing = 256, kAhead = 96;  // of k
+  static constexpr int64_t kBytes = kPanel * sizeof(bf16);             // of one k
+
+  const Matrix& m_;
+  bf16* const ring_;
+  const int64_t first_, last_;
+  CodedUnpacker unpacker_;
+  int64_t ring_size_ = 1, tiles_for_one_ = 0, tiles_left_ = 0, limit_ = 0;
+};
+
+template <typename Kind, typename Source>
 class Tiles {
  public:
-  using Weight = typename Kind::Weight;
-
-  // `from_memory`: the weights have to be fetched ahead; those that were unpacked just now are near.
-  Tiles(const Kind& kind, const Matrix& m, const Output& out, bool from_memory)
+  Tiles(const Kind& kind, const Matrix& m, const Output& out, Source& source)
       : kind_(kind),
         m_(m),
         out_(out),
-        from_memory_(from_memory),
+        source_(source),
         at_once_(kAmxRows / kind.per_row()),
         unfinished_(kind, m, out) {}
 
-  // `weights` are those of the first panel.
-  void multiply(const Weight* weights, int64_t first_panel, int64_t last_panel, int64_t num_rows) {
-    const int64_t panel_size = m_.padded_k * kPanel;
+  void multiply(int64_t first_panel, int64_t last_panel, int64_t num_rows) {
     const int64_t step_bytes = kAmxRows * m_.padded_k * static_cast<int64_t>(sizeof(typename Kind::Number));
     const int64_t block = at_once_ * std::clamp(kCachedOperands / step_bytes, kManySteps, kMostSteps);
     for (int64_t row = 0; row < num_rows; row += block) {
-      for (int64_t panel = first_panel; panel < last_panel; ++panel) {
-        const Weight* own = weights + (panel - first_panel) * panel_size;
-        multiply_block(own, panel, row, std::min(num_rows, row + block), from_memory_ && panel + 1 < last_panel);
-      }
+      const int64_t last = std::min(num_rows, row + block);
+      source_.begin((last - row + at_once_ - 1) / at_once_);
+      for (int64_t panel = first_panel; panel < last_panel; ++panel) multiply_block(panel, row, last);
     }
   }
 
  private:
-  static constexpr int64_t kTile = 64 / sizeof(Weight);  // of k
-  static constexpr int64_t kTileLines = kPanel;          // of a panel
+  static constexpr int64_t kTile = 64 / sizeof(typename Kind::Number);  // of k
 
-  // The panel after it is fetched meanwhile, if it `fetches_next`: each tile a few of its lines.
-  void multiply_block(const Weight* weights, int64_t panel, int64_t first, int64_t last, bool fetches_next) {
+  void multiply_block(int64_t panel, int64_t first, int64_t last) {
     const int64_t num_steps = (last - first + at_once_ - 1) / at_once_;
-    const bool many = num_steps >= kManySteps;
-    const int64_t bytes = m_.padded_k * kPanel * static_cast<int64_t>(sizeof(Weight));
-    next_panel_ = reinterpret_cast<const char*>(weights) + bytes;
-    next_lines_per_tile_ = many && fetches_next ? (kTileLines + num_steps - 1) / num_steps : 0;
-    const int64_t num_slices = many ? (bytes + kSlice - 1) / kSlice : 1;
+    const int64_t num_slices = source_.num_slices(num_steps);
     const int64_t slice = round_up<int64_t>((m_.padded_k + num_slices - 1) / num_slices, kTile);
     for (int64_t k = 0; k < m_.padded_k; k += slice) {
       const int64_t size = std::min(slice, m_.padded_k - k);
+      const TileWeights weights = source_.slice(panel, k, size, num_steps);
       for (int64_t step = 0; step < num_steps; ++step) {
         const int64_t row = first + step * at_once_;
         AmxPass pass;
-        pass.fresh = from_memory_ && row == 0 && !many;
-        pass.streaming = many;
+        pass.fresh = weights.fresh && row == 0;
+        pass.streaming = num_steps >= kManySteps;
         pass.more = k > 0;
         auto* sums = sums_[num_slices > 1 ? step : next_sums_++ % 2];
-        multiply_step(weights + k * kPanel, panel, k, size, row, std::min(at_once_, last - row), pass, sums);
+        multiply_step(weights, panel, k, size, row, std::min(at_once_, last - row), pass, sums);
       }
     }
   }
 
-  void multiply_step(const Weight* weights, int64_t panel, int64_t k, int64_t size, int64_t row, int64_t count,
+  void multiply_step(const TileWeights& weights, int64_t panel, int64_t k, int64_t size, int64_t row, int64_t count,
                      const AmxPass& pass, typename Kind::Sum* sums) {
     const bool is_last = k + size == m_.padded_k;
     const bool fetches = pass.streaming && is_last && out_.digits == nullptr;
@@ -148,7 +224,7 @@ class Tiles {
     const int64_t rows_per_tile = (kAmxRows * kTile + size - 1) / size;
     auto meanwhile = [&] {
       unfinished_.do_rows(rows_per_tile);
-      for (int64_t i = 0; i < next_lines_per_tile_; ++i, next_panel_ += 64) prefetch_to_second_cache(next_panel_);
+      source_.meanwhile();
       if (!fetches) return;
       for (int64_t i = 0; i < rows_per_tile; ++i, target += out_.stride) {
         prefetch_to_write(target);
@@ -162,11 +238,9 @@ class Tiles {
   const Kind& kind_;
   const Matrix& m_;
   const Output& out_;
-  const bool from_memory_;
+  Source& source_;
   const int64_t at_once_;
   int64_t next_sums_ = 0;
-  const char* next_panel_ = nullptr;
-  int64_t next_lines_per_tile_ = 0;
   alignas(64) typename Kind::Sum sums_[kMostSteps][kAmxRows * kPanel];  // two of them where nothing is added to later
   Unfinished<Kind> unfinished_;
 };
@@ -176,7 +250,8 @@ class Tiles {
 void multiply_digits(const Matrix& matrix, const bf16* weights, int64_t first, int64_t last, const Rows& rows,
                      int64_t m, const Output& out) {
   const Digits digits{rows};
-  Tiles<Digits>(digits, matrix, out, matrix.format == Format::kBfloat16).multiply(weights, first, last, m);
+  Plain source(matrix, weights, first, last, matrix.format == Format::kBfloat16);
+  Tiles(digits, matrix, out, source).multiply(first, last, m);
 }
 
 void multiply_in_tiles(const Matrix& matrix, int64_t first, int64_t last, const Rows& rows, int64_t m, char* room,
@@ -184,12 +259,16 @@ void multiply_in_tiles(const Matrix& matrix, int64_t first, int64_t last, const 
   const bool in_digits = rows.num_digits > 0;
   const AmxScope scope(matrix.format == Format::kInt4 && !in_digits ? kInt4Group : 64);
   const int64_t start = first * matrix.padded_k * kPanel;
-  if (matrix.format == Format::kBfloat16) {
+  if (matrix.coding != nullptr) {
+    const Digits digits{rows};
+    Coded source(matrix, room, first, last);
+    Tiles(digits, matrix, out, source).multiply(first, last, m);
+  } else if (matrix.format == Format::kBfloat16) {
     multiply_digits(matrix, static_cast<const bf16*>(matrix.data) + start, first, last, rows, m, out);
   } else if (matrix.format == Format::kInt8) {
     const Numbers numbers{rows};
-    auto* weights = static_cast<const int8_t*>(matrix.data) + start;
-    Tiles<Numbers>(numbers, matrix, out, true).multiply(weights, first, last, m);
+    Plain source(matrix, static_cast<const int8_t*>(matrix.data) + start, first, last, true);
+    Tiles(numbers, matrix, out, source).multiply(first, last, m);
   } else if (in_digits) {
     multiply_unpacked(matrix, first, last, rows, m, room, out);
   } else {

@@ -62,6 +62,12 @@ AllReduce = ctypes.CFUNCTYPE(c_int32, c_void_p, c_void_p, c_int64)
 """(group, address of floats, count); `AllReduce` in decoder.h."""
 
 
+class CPacking(Structure):
+    """`Packing` in matrix.h."""
+
+    _fields_ = [(name, c_int32) for name in ("format", "gated", "exact", "coded")]
+
+
 class CDescription(Structure):
     """`Description` in decoder.h."""
 
@@ -153,7 +159,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "group_is_alive": (c_int32, [c_void_p, c_int32]),
     "group_all_reduce": (c_int32, [c_void_p, c_void_p, c_int64]),
     "group_all_gather": (c_int32, [c_void_p, c_void_p, c_int64, c_void_p, c_void_p]),
-    "matrix_pack": (c_void_p, [c_void_p, c_int32, c_int32, c_int32, c_void_p, c_int64, c_int64, c_int64, c_void_p]),
+    "matrix_pack": (c_void_p, [c_void_p, POINTER(CPacking), c_void_p, c_int64, c_int64, c_int64, c_void_p]),
     "matrix_release": (None, [c_void_p]),
     "matrix_bytes": (c_int64, [c_void_p]),
     "matrix_row": (None, [c_void_p, c_int64, c_void_p]),
@@ -228,6 +234,7 @@ class PackedMatrix:
 
     `gated`: the rows are n / 2 gates, then n / 2 ups, multiplied with SILU_TIMES_UP or GELU_TIMES_UP.
     `exact`: BFLOAT16 weights are multiplied by float32 activations however many rows there are.
+    `coded`: BFLOAT16 weights take 12 bits, without loss, where they and the instruction set are fit for it.
     """
 
     def __init__(
@@ -240,14 +247,14 @@ class PackedMatrix:
         format: Format,  # noqa: A002
         gated: bool = False,
         exact: bool = False,
+        coded: bool = False,
     ) -> None:
         source = weight.detach().to(torch.float32).contiguous()
         bias = None if bias is None else bias.detach().to(torch.float32).contiguous()
         n, k = source.shape
         bias_address = None if bias is None else bias.data_ptr()
-        handle = kernels.matrix_pack(
-            pool.handle, int(format), int(gated), int(exact), source.data_ptr(), n, k, k, bias_address
-        )
+        packing = CPacking(format=format, gated=gated, exact=exact, coded=coded)
+        handle = kernels.matrix_pack(pool.handle, byref(packing), source.data_ptr(), n, k, k, bias_address)
         self.handle = _owned(self, handle, kernels.matrix_release)
         self.format = format
         self.num_bytes = int(kernels.matrix_bytes(self.handle))
