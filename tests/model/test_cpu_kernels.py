@@ -329,6 +329,17 @@ def test_a_key_that_outweighs_all_others_is_attended_to_alone(kernels, pool):
     scene.check(scale=20.0)
 
 
+def test_more_threads_than_pieces_of_work_leave_none_of_it_undone(kernels):
+    """Threads that find nothing to begin with take from the others, and may be late for the next product."""
+    own = Pool(kernels, 7)
+    x = random(3, 64)
+    for size in (40, 100, 500):
+        weight = random(size, 64, seed=size)
+        matrix = PackedMatrix(kernels, own, weight, format=Format.FLOAT32)
+        for _ in range(50):
+            assert_near(linear(kernels, own, matrix, x, size, Then.STORE), F.linear(x, weight), 1e-5)
+
+
 def test_pools_of_one_process_do_not_disturb_each_other(kernels):
     """Threads that share nothing but the library, as ranks in one process do."""
     weight, x = random(96, 64), random(40, 64, seed=1)

@@ -205,6 +205,7 @@ void Decoder::run_layer_attention(const Layer& layer, const Step& step) {
   call.scale = description_.attention_scale;
   call.soft_cap = description_.attention_soft_cap;
   call.coarse = layer.qkv->format != Format::kFloat32 && !layer.qkv->exact;
+  expect(pool_, *layer.output);
   attend(pool_, call, plans_[plan_of_layer_[index]], scratch_);
 }
 
@@ -238,6 +239,7 @@ Rows Decoder::run_inner(const Layer& layer, int64_t num_tokens) {
   const Then activation = static_cast<Then>(description_.activation);
   Output out{inner_.row(0), inner_.stride(), layer.gate_up->padded_columns(), activation};
   const int num_digits = num_digits_wanted(*layer.down, num_tokens);
+  expect(pool_, *layer.down);
   if (num_digits == 0) {
     multiply(pool_, *layer.gate_up, rows, num_tokens, out);
     return prepare(*layer.down, inner_, description_.inner, num_tokens);
@@ -277,9 +279,12 @@ int32_t Decoder::forward(const Step& step) {
       run_layer_attention(layer, step);
     }
     const Rows attended = prepare(*layer.output, attended_, d.num_heads * d.head_dim, n);
+    expect(pool_, *layer.gate_up);
     int32_t status = add_product(*layer.output, attended, layer.attention_out_norm, layer.output_bias, n);
     if (status != 0) return status;
-    status = add_product(*layer.down, run_inner(layer, n), layer.mlp_out_norm, layer.down_bias, n);
+    const Rows inner = run_inner(layer, n);
+    expect(pool_, &layer == &layers_.back() ? *d.head : *(&layer + 1)->qkv);
+    status = add_product(*layer.down, inner, layer.mlp_out_norm, layer.down_bias, n);
     if (status != 0) return status;
   }
   for_rows(n, d.hidden, [&](int64_t row, int) {

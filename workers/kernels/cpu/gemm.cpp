@@ -19,6 +19,8 @@ namespace {
 constexpr int64_t kMostRowsInTwoDigits = 32;  // up to here reading the weights takes longer than multiplying
 constexpr int64_t kMinUnpackRows = kMostRowsInTwoDigits + 1;  // from here unpacking 4 bits to 16 takes less time
 constexpr int64_t kUnpackedAtOnce = 512 << 10;  // bytes of weights that stay near a core while rows pass by
+constexpr int64_t kChunksPerThread = 12;
+constexpr int64_t kExpected = 64 << 10;  // bytes of weights that are fetched before a product begins
 constexpr int64_t kCachedActivations = 448 << 10;  // bytes of rows that stay near a core while panels pass by
 
 // Puts right what the stand-ins of a panel's rare weights have added.
@@ -167,6 +169,12 @@ bool uses_tiles(const Matrix& m, int64_t num_rows) {
   return num_digits_wanted(m, num_rows) > 0;
 }
 
+int64_t num_chunks(const Pool& pool, const Matrix& m) {
+  return std::min<int64_t>(m.num_panels, kChunksPerThread * pool.size());
+}
+
+int64_t first_panel(const Matrix& m, int64_t chunk, int64_t num_chunks) { return m.num_panels * chunk / num_chunks; }
+
 }  // namespace
 
 bool amx_available() {
@@ -200,17 +208,25 @@ int64_t unpacked_size(const Matrix& m) {
   return is_unpacked(m, kMinUnpackRows) ? std::max(2 * m.padded_k * kPanel, kUnpackedAtOnce) : 0;
 }
 
+void expect(Pool& pool, const Matrix& m) {
+  if (m.num_panels == 0) return;
+  const int64_t chunks = num_chunks(pool, m), panel_bytes = m.bytes / m.num_panels;
+  for (int thread = 0; thread < pool.size(); ++thread) {
+    const int64_t first = first_panel(m, pool.first_chunk(chunks, thread), chunks);
+    const int64_t last = first_panel(m, pool.first_chunk(chunks, thread + 1), chunks);
+    const char* start = static_cast<const char*>(m.data) + first * panel_bytes;
+    pool.expect(thread, start, start + std::min((last - first) * panel_bytes, kExpected));
+  }
+}
+
 void multiply(Pool& pool, const Matrix& matrix, const Rows& rows, int64_t m, const Output& out) {
   if (m == 0 || matrix.num_panels == 0) return;
   const bool in_tiles = uses_tiles(matrix, m);
   const int64_t row_bytes = matrix.k * (wants_numbers(matrix, m) ? 1 : 4);
   const int64_t block = std::max<int64_t>(kMaxTileRows * 8, kCachedActivations / std::max<int64_t>(row_bytes, 1));
-  // What is fetched ahead at the end of a chunk is mostly another thread's: of chunks in 4 bits that is too much.
-  const int64_t shares = (matrix.format == Format::kInt4 ? 4 : 8) * pool.size();
-  const int64_t grain = std::max<int64_t>(1, matrix.num_panels / shares);
-  const int64_t chunks = (matrix.num_panels + grain - 1) / grain;
+  const int64_t chunks = num_chunks(pool, matrix);
   pool.run(chunks, [&](int64_t chunk, int thread) {
-    const int64_t first = matrix.num_panels * chunk / chunks, last = matrix.num_panels * (chunk + 1) / chunks;
+    const int64_t first = first_panel(matrix, chunk, chunks), last = first_panel(matrix, chunk + 1, chunks);
     if (in_tiles) {
       multiply_in_tiles(matrix, first, last, rows, m, rows.unpacked + thread * rows.unpacked_stride, out);
       return;

@@ -52,7 +52,8 @@ int spins_in(int microseconds) {
 
 }  // namespace
 
-Pool::Pool(int num_threads, int spin_microseconds) : num_spins_(spins_in(spin_microseconds)) {
+Pool::Pool(int num_threads, int spin_microseconds)
+    : parts_(new Part[num_threads > 1 ? num_threads : 1]), num_spins_(spins_in(spin_microseconds)) {
   // Signals are the business of the process that loaded this library: helpers are started with all of them blocked.
   sigset_t all, before;
   sigfillset(&all);
@@ -68,47 +69,73 @@ Pool::~Pool() {
   for (auto& helper : helpers_) helper.join();
 }
 
-void Pool::share(uint32_t num_chunks) {
-  uint32_t generation = generation_.load(std::memory_order_relaxed) + 1;
-  num_chunks_ = num_chunks;
-  num_done_.store(0, std::memory_order_relaxed);
-  ticket_.store(static_cast<uint64_t>(generation) << 32 | num_chunks, std::memory_order_release);
-  generation_.store(generation);
-  wake(generation_, num_asleep_);
-  take_chunks(generation, 0);
+bool Pool::Part::take(bool first, uint32_t& chunk) {
+  uint64_t left = chunks.load(std::memory_order_relaxed);
+  while (true) {
+    const auto front = static_cast<uint32_t>(left), end = static_cast<uint32_t>(left >> 32);
+    if (front == end) return false;
+    chunk = first ? front : end - 1;
+    const uint64_t rest = first ? left + 1 : left - (uint64_t{1} << 32);
+    if (chunks.compare_exchange_weak(left, rest, std::memory_order_acquire, std::memory_order_relaxed)) return true;
+  }
+}
+
+// Whether `done()` came true; what is expected next is fetched meanwhile.
+template <typename Done>
+bool Pool::spin(int thread, const Done& done) const {
+  const char* line = parts_[thread].expected.load(std::memory_order_relaxed);
+  const char* const end = parts_[thread].expected_end.load(std::memory_order_relaxed);
+  for (; line < end; line += 64) {
+    if (done()) return true;
+    prefetch_to_second_cache(line);
+  }
   for (int spin = 0; spin < num_spins_; ++spin) {
-    if (num_done_.load(std::memory_order_acquire) == num_chunks) return;
+    if (done()) return true;
     cpu_relax();
   }
+  return false;
+}
+
+void Pool::share(uint32_t num_chunks) {
+  num_chunks_ = num_chunks;
+  num_done_.store(0, std::memory_order_relaxed);
+  for (int thread = 0; thread < size(); ++thread) {
+    const auto first = static_cast<uint64_t>(first_chunk(num_chunks, thread));
+    const auto end = static_cast<uint64_t>(first_chunk(num_chunks, thread + 1));
+    parts_[thread].chunks.store(end << 32 | first, std::memory_order_release);
+  }
+  generation_.fetch_add(1);
+  wake(generation_, num_asleep_);
+  take_chunks(0);
+  if (spin(0, [&] { return num_done_.load(std::memory_order_acquire) == num_chunks; })) return;
   for (uint32_t done; (done = num_done_.load()) != num_chunks;) sleep_while(num_done_, done, caller_asleep_);
 }
 
-void Pool::take_chunks(uint32_t generation, int thread) {
-  uint64_t ticket = ticket_.load(std::memory_order_acquire);
-  while (ticket >> 32 == generation && static_cast<uint32_t>(ticket) > 0) {
-    if (!ticket_.compare_exchange_weak(ticket, ticket - 1, std::memory_order_acq_rel)) continue;
-    // The loop cannot end before this chunk is done, so what it says about itself stays as it is.
-    uint32_t num_chunks = num_chunks_;
-    call_(target_, num_chunks - static_cast<uint32_t>(ticket), thread);
-    if (num_done_.fetch_add(1) + 1 == num_chunks) wake(num_done_, caller_asleep_);
-    ticket = ticket_.load(std::memory_order_acquire);
+void Pool::take_chunks(int thread) {
+  uint32_t num_taken = 0;
+  for (int i = 0; i < size(); ++i) {
+    Part& part = parts_[(thread + i) % size()];
+    for (uint32_t chunk; part.take(i == 0, chunk); ++num_taken) call_(target_, chunk, thread);
   }
+  if (num_taken == 0) return;
+  const uint32_t num_chunks = num_chunks_;  // the loop cannot end before what was taken is counted
+  if (num_done_.fetch_add(num_taken) + num_taken == num_chunks) wake(num_done_, caller_asleep_);
 }
 
 void Pool::help(int thread) {
   uint32_t seen = 0;
   while (!stopping_) {
-    uint32_t generation = generation_.load(std::memory_order_acquire);
-    for (int spin = 0; generation == seen && spin < num_spins_; ++spin) {
-      cpu_relax();
+    uint32_t generation = seen;
+    const bool called = spin(thread, [&] {
       generation = generation_.load(std::memory_order_acquire);
-    }
-    if (generation == seen) {
+      return generation != seen;
+    });
+    if (!called) {
       sleep_while(generation_, seen, num_asleep_);
       continue;
     }
     seen = generation;
-    take_chunks(seen, thread);
+    take_chunks(thread);
   }
 }
 
