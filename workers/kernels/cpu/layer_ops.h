@@ -9,13 +9,18 @@ namespace antiphon {
 // out = x / rms(x) * weight; out may be x.
 ANTIPHON_INLINE void rms_norm(const float* x, const float* weight, int64_t size, float eps, float* out) {
   int64_t whole = size / W * W;
-  Vec squares = Vec{};
-  for (int64_t i = 0; i < whole; i += W) squares += load(x + i) * load(x + i);
-  float sum = sum_lanes(squares);
-  for (int64_t i = whole; i < size; ++i) sum += x[i] * x[i];
+  Vec squares[4] = {};  // the result of one sum is there after four cycles
+  int64_t i = 0;
+  for (; i + 4 * W <= whole; i += 4 * W) {
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; ++j) squares[j] += load(x + i + j * W) * load(x + i + j * W);
+  }
+  for (; i < whole; i += W) squares[0] += load(x + i) * load(x + i);
+  float sum = sum_lanes((squares[0] + squares[1]) + (squares[2] + squares[3]));
+  for (; i < size; ++i) sum += x[i] * x[i];
   float scale = 1 / std::sqrt(sum / size + eps);
-  for (int64_t i = 0; i < whole; i += W) store(out + i, load(x + i) * scale * load(weight + i));
-  for (int64_t i = whole; i < size; ++i) out[i] = x[i] * scale * weight[i];
+  for (i = 0; i < whole; i += W) store(out + i, load(x + i) * scale * load(weight + i));
+  for (; i < size; ++i) out[i] = x[i] * scale * weight[i];
 }
 
 // Turns the halves (a, b) of a head to (a cos - b sin, b cos + a sin), in place.

@@ -28,26 +28,15 @@ constexpr int32_t kHighUnit = 128;  // a value is scale * (kHighUnit * high + lo
 template <int32_t Zero, int64_t Group = 0>
 ANTIPHON_INLINE float quantize_row(const float* x, int64_t k, int64_t padded_k, uint8_t* high, uint8_t* low,
                                    [[maybe_unused]] float* group_sums = nullptr) {
-  Vec largest = Vec{};
-  for (int64_t i = 0; i < k; i += W) largest = vmax(largest, vabs(load(x + i)));
-  float scale = max_lane(largest) / (127 * kHighUnit);
+  float scale = max_abs(x, k) / (127 * kHighUnit);
   if (!(scale > 0)) scale = 1;
   const float inverse = 1 / scale;
-  typedef int8_t Bytes __attribute__((vector_size(W)));
-  const int64_t vectors = round_up<int64_t>(k, W);
   [[maybe_unused]] IVec sum = IVec{};
-  for (int64_t i = 0; i < padded_k; i += W) {
-    const IVec number = i < vectors ? round_to_int(load(x + i) * inverse) : IVec{};
+  auto put = [&](int64_t i, const IVec& number, int64_t size) __attribute__((always_inline)) {
     const IVec upper = (number + kHighUnit / 2) >> 7;
-    const Bytes bytes[2] = {__builtin_convertvector(upper + Zero, Bytes),
-                            __builtin_convertvector(number - upper * kHighUnit + Zero, Bytes)};
-    if (i + W <= padded_k) {  // a copy of known size is one instruction
-      memcpy(high + i, &bytes[0], W);
-      memcpy(low + i, &bytes[1], W);
-    } else {
-      memcpy(high + i, &bytes[0], padded_k - i);
-      memcpy(low + i, &bytes[1], padded_k - i);
-    }
+    const BVec bytes[2] = {low_bytes(upper + Zero), low_bytes(number - upper * kHighUnit + Zero)};
+    memcpy(high + i, &bytes[0], size);
+    memcpy(low + i, &bytes[1], size);
     if constexpr (Group > 0) {
       sum += number;
       if ((i + W) % Group == 0) {
@@ -55,6 +44,11 @@ ANTIPHON_INLINE float quantize_row(const float* x, int64_t k, int64_t padded_k, 
         sum = IVec{};
       }
     }
+  };
+  int64_t i = 0;
+  for (; i + W <= padded_k && i < k; i += W) put(i, round_to_int(load(x + i) * inverse), W);
+  for (; i < padded_k; i += W) {
+    put(i, i < k ? round_to_int(load(x + i) * inverse) : IVec{}, padded_k - i < W ? padded_k - i : W);
   }
   return scale;
 }

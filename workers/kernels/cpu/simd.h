@@ -99,8 +99,19 @@ ANTIPHON_INLINE Vec load(const int8_t* p) {
 
 ANTIPHON_INLINE void store(float* p, Vec v) { memcpy(p, &v, sizeof v); }
 
+// The lowest byte of each lane. GCC 12 may go number by number here, too.
+ANTIPHON_INLINE BVec low_bytes(IVec v) {
+#if defined(__AVX512F__)
+  BVec bytes;
+  asm("vpmovdb %1, %0" : "=v"(bytes) : "v"(v));
+  return bytes;
+#else
+  return __builtin_convertvector(v, BVec);
+#endif
+}
+
 ANTIPHON_INLINE void store(int8_t* p, IVec v) {
-  BVec bytes = __builtin_convertvector(v, BVec);
+  BVec bytes = low_bytes(v);
   memcpy(p, &bytes, sizeof bytes);
 }
 
@@ -194,6 +205,19 @@ ANTIPHON_INLINE float max_lane(Vec v) {
   v = vmax(v, turned<2>(v));
   v = vmax(v, turned<1>(v));
   return v[0];
+}
+
+// The largest of |x|, of which a multiple of W numbers is readable, as 0 from `size` on. Four at a
+// time: the result of one operation is there after as many cycles.
+ANTIPHON_INLINE float max_abs(const float* x, int64_t size) {
+  Vec largest[4] = {};
+  int64_t i = 0;
+  for (; i + 4 * W <= size; i += 4 * W) {
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; ++j) largest[j] = vmax(vabs(load(x + i + j * W)), largest[j]);
+  }
+  for (; i < size; i += W) largest[0] = vmax(vabs(load(x + i)), largest[0]);
+  return max_lane(vmax(vmax(largest[0], largest[1]), vmax(largest[2], largest[3])));
 }
 
 // Bit i is set where lane i of a comparison holds.
