@@ -281,6 +281,14 @@ def test_long_sequences_are_cut_and_put_together_again(kernels, pool, dtype):
         scene.check(scale=0.125, window=400)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8], ids=["fp32", "int8"])
+def test_keys_of_many_wide_heads_are_read_a_few_at_a_time(kernels, pool, dtype):
+    scene = PagedScene(
+        kernels, pool, [1, 1, 20, 1], [90, 1, 20, 47], block_size=16, heads=(16, 8), dim=256, dtype=dtype
+    )
+    scene.check(scale=0.0625)
+
+
 def test_keys_may_lie_head_by_head(kernels, pool):
     for dtype in KV_DTYPES.values():
         scene = PagedScene(

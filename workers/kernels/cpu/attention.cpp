@@ -68,12 +68,14 @@ void attend(Pool& pool, const AttentionCall& call, const AttentionPlan& plan, co
   if (call.shape.num_heads == 0) return;
   const auto& tasks = plan.tasks();
   const auto tile = serves_amx_tiles(call.shape, call.cache.format) ? attend_tile_amx : attend_tile;
-  pool.run(static_cast<int64_t>(tasks.size()), [&](int64_t i, int thread) {
+  const auto count = static_cast<int64_t>(tasks.size());
+  pool.run(count, [&](int64_t i, int thread) {
     float* memory = scratch.of_thread(thread);
     if (tasks[i].num_parts == 0) {
       tile(call, tasks[i], plan.window(), memory);
     } else {
-      attend_decode(call, tasks[i], memory, scratch);
+      const bool goes_on = i + 1 < pool.first_chunk(count, thread + 1) && tasks[i + 1].num_parts > 0;
+      attend_decode(call, tasks[i], goes_on ? &tasks[i + 1] : nullptr, memory, scratch);
     }
   });
 }

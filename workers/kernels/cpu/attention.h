@@ -102,9 +102,10 @@ class KeyPlaces {
 
 void attend(Pool& pool, const AttentionCall& call, const AttentionPlan& plan, const AttentionScratch& scratch);
 
-// The two ways, each one task with the memory of one thread (attention_decode.cpp, attention_tile.cpp).
+// The two ways, each one task with the memory of one thread (attention_decode.cpp, attention_tile.cpp). Of the decode
+// task `next`, if there is one, the first keys are fetched.
 int64_t decode_scratch_size(const AttentionShape& shape);
-void attend_decode(const AttentionCall& call, const AttentionTask& task, float* memory,
+void attend_decode(const AttentionCall& call, const AttentionTask& task, const AttentionTask* next, float* memory,
                    const AttentionScratch& scratch);
 int64_t tile_scratch_size(const AttentionShape& shape);
 int64_t queries_per_tile(const AttentionShape& shape);
@@ -119,6 +120,5 @@ inline bool decodes_directly(const AttentionShape& shape) { return shape.head_di
 
 constexpr float kLowest = -std::numeric_limits<float>::infinity();
 constexpr int64_t kKeysPerChunk = 128;  // keys whose scores are held at a time
-constexpr int64_t kRowsAhead = 32;      // rows between the one at hand and the one being fetched
 
 }  // namespace antiphon

@@ -10,6 +10,7 @@ namespace antiphon {
 namespace {
 
 constexpr int kHeadsAtOnce = 4;
+constexpr int64_t kBytesPerChunk = 128 << 10;  // of keys and values
 
 struct DecodeMemory {
   float* q;         // [H, D], scaled
@@ -17,7 +18,7 @@ struct DecodeMemory {
   float* largest;   // [H]
   float* weights;   // [H]
   float* scores;    // [kHeadsAtOnce, kKeysPerChunk]
-  int64_t* places;  // [kKeysPerChunk + kRowsAhead]
+  int64_t* places;  // [2, kKeysPerChunk]: of a chunk, and of that which is fetched meanwhile
   float *key_scales, *value_scales;  // [kKeysPerChunk], where rows have one
   SplitQuery* split;                 // [H], of q, where keys are multiplied as integers
   int8_t* numbers;                   // [H, 2, D], of split
@@ -25,7 +26,7 @@ struct DecodeMemory {
   DecodeMemory(float* memory, const AttentionShape& shape) {
     const int64_t size = shape.num_heads * shape.head_dim, heads = round_up<int64_t>(shape.num_heads, 16);
     places = reinterpret_cast<int64_t*>(memory);
-    key_scales = memory + 2 * (kKeysPerChunk + kRowsAhead);
+    key_scales = memory + 4 * kKeysPerChunk;
     value_scales = key_scales + kKeysPerChunk;
     scores = value_scales + kKeysPerChunk;
     q = scores + kHeadsAtOnce * kKeysPerChunk;
@@ -39,7 +40,7 @@ struct DecodeMemory {
   static int64_t num_floats(const AttentionShape& shape) {
     const int64_t size = shape.num_heads * shape.head_dim, heads = round_up<int64_t>(shape.num_heads, 16);
     const int64_t of_split = (heads * static_cast<int64_t>(sizeof(SplitQuery)) + 2 * size) / 4;
-    return 4 * kKeysPerChunk + 2 * kRowsAhead + kHeadsAtOnce * kKeysPerChunk + 2 * size + 2 * heads + of_split;
+    return 6 * kKeysPerChunk + kHeadsAtOnce * kKeysPerChunk + 2 * size + 2 * heads + of_split;
   }
 };
 
@@ -136,17 +137,45 @@ void add_heads(const DecodeMemory& memory, int64_t head, const T* keys, const T*
   }
 }
 
+// As many as stay near a core until all heads have read them; a task is cut evenly.
+int64_t keys_per_chunk(const AttentionCall& call, const AttentionTask& task, int64_t bytes_of_number) {
+  const int64_t bytes_of_key = 2 * call.shape.num_kv_heads * call.shape.head_dim * bytes_of_number;
+  const int64_t most = std::clamp<int64_t>(kBytesPerChunk / bytes_of_key / W * W, 2 * W, kKeysPerChunk);
+  const int64_t num_keys = std::max(1, task.last - task.first), num_chunks = (num_keys + most - 1) / most;
+  return round_up<int64_t>((num_keys + num_chunks - 1) / num_chunks, W);
+}
+
+// Where up to `size` keys of a task lie, from key `start` on; the last again and again up to kKeysPerChunk.
+void find_keys(const AttentionCall& call, const AttentionTask& task, int64_t start, int64_t size, int64_t* places) {
+  KeyPlaces of_keys(call, task.seq, start);
+  const int64_t count = std::min<int64_t>(size, task.last - start);
+  for (int64_t j = 0; j < count; ++j) places[j] = of_keys.next();
+  for (int64_t j = count; j < kKeysPerChunk; ++j) places[j] = places[count - 1];
+}
+
+// The same for what is fetched ahead: of the task's next chunk, or of the next task's first.
+void find_next_keys(const AttentionCall& call, const AttentionTask& task, const AttentionTask* next, int64_t start,
+                    int64_t size, int64_t* places) {
+  if (start < task.last) {
+    find_keys(call, task, start, size, places);
+  } else if (next != nullptr) {
+    find_keys(call, *next, next->first, size, places);
+  } else {
+    memcpy(places, places - kKeysPerChunk, kKeysPerChunk * sizeof *places);
+  }
+}
+
 template <typename T>
-void add_keys(const AttentionCall& call, const AttentionTask& task, const DecodeMemory& memory) {
+void add_keys(const AttentionCall& call, const AttentionTask& task, const AttentionTask* next,
+              const DecodeMemory& memory) {
   const AttentionShape& shape = call.shape;
   const int64_t group = shape.group(), dim = shape.head_dim;
   const int64_t batches = (group + kHeadsAtOnce - 1) / kHeadsAtOnce;
-  for (int64_t start = task.first; start < task.last; start += kKeysPerChunk) {
-    const int64_t n = std::min<int64_t>(kKeysPerChunk, task.last - start);
-    KeyPlaces places(call, task.seq, start);
-    const int64_t num_places = std::min<int64_t>(n + kRowsAhead, task.last - start);
-    for (int64_t j = 0; j < num_places; ++j) memory.places[j] = places.next();
-    for (int64_t j = num_places; j < round_up<int64_t>(n, W) + kRowsAhead; ++j) memory.places[j] = memory.places[n - 1];
+  const int64_t size = keys_per_chunk(call, task, sizeof(T));
+  for (int64_t start = task.first; start < task.last; start += size) {
+    const int64_t n = std::min<int64_t>(size, task.last - start);
+    find_keys(call, task, start, size, memory.places);
+    find_next_keys(call, task, next, start + size, size, memory.places + kKeysPerChunk);
     for (int64_t kv_head = 0; kv_head < shape.num_kv_heads; ++kv_head) {
       const T* keys = static_cast<const T*>(call.cache.k) + kv_head * call.cache.head_stride;
       const T* values = static_cast<const T*>(call.cache.v) + kv_head * call.cache.head_stride;
@@ -212,7 +241,7 @@ void merge_parts(const AttentionShape& shape, const AttentionTask& task, const A
 
 int64_t decode_scratch_size(const AttentionShape& shape) { return DecodeMemory::num_floats(shape); }
 
-void attend_decode(const AttentionCall& call, const AttentionTask& task, float* buffer,
+void attend_decode(const AttentionCall& call, const AttentionTask& task, const AttentionTask* next, float* buffer,
                    const AttentionScratch& scratch) {
   const AttentionShape& shape = call.shape;
   const DecodeMemory memory(buffer, shape);
@@ -229,7 +258,7 @@ void attend_decode(const AttentionCall& call, const AttentionTask& task, float* 
       memory.split[head] = split_query(memory.q + first, shape.head_dim, memory.numbers + 2 * first);
     }
   }
-  with_format(call.cache.format, [&](auto number) { add_keys<decltype(number)>(call, task, memory); });
+  with_format(call.cache.format, [&](auto number) { add_keys<decltype(number)>(call, task, next, memory); });
   float* out = call.out + row * call.out_stride;
   if (task.num_parts == 1) return write_out(shape, memory.sums, memory.weights, out);
   write_part(shape, memory, scratch.part(task.slot + task.part));

@@ -8,8 +8,8 @@
 
 namespace antiphon {
 
-// Scores [R, kKeysPerChunk] of R heads. `places` go on for kRowsAhead past n. N: vectors per head, 0 where the count is
-// not known when this is compiled.
+// Scores [R, kKeysPerChunk] of R heads. `places` [2, kKeysPerChunk]: those of the keys, then of those to be fetched
+// meanwhile, all of them real ones. N: vectors per head, 0 where the count is not known when this is compiled.
 template <typename T, int R, int N>
 ANTIPHON_INLINE void score(const float* q, const T* keys, const int64_t* places, int64_t n, int64_t size,
                            float* scores) {
@@ -19,7 +19,7 @@ ANTIPHON_INLINE void score(const float* q, const T* keys, const int64_t* places,
     Vec products[R][W];
     for (int64_t j = 0; j < count; ++j) {
       const T* key = keys + places[i + j];
-      prefetch_row(keys + places[i + j + kRowsAhead], dim);
+      prefetch_row(keys + places[i + j + kKeysPerChunk], dim);
       Vec sums[R];
 #pragma GCC unroll 4
       for (int r = 0; r < R; ++r) sums[r] = Vec{};
@@ -62,7 +62,7 @@ ANTIPHON_INLINE void add_segment(const float* scores, const T* values, const int
   }
   for (int64_t j = 0; j < n; ++j) {
     const T* value = values + places[j];
-    prefetch_row(values + places[j + kRowsAhead], S * W);
+    prefetch_row(values + places[j + kKeysPerChunk], S * W);
     Vec v[S];
 #pragma GCC unroll 4
     for (int s = 0; s < S; ++s) v[s] = load(value + s * W);

@@ -104,6 +104,7 @@ ANTIPHON_INLINE void add_score_segment(const int8_t* queries, int64_t dim, const
                                        IVec (&high)[R], IVec (&low)[R]) {
   IVec quads[4 * S];
   load_quads<S>(keys, places, quads);
+  asm("" : "+r"(queries));  // else GCC keeps the address of every four numbers, in memory
 #pragma GCC unroll 16
   for (int i = 0; i < 4 * S; ++i) {
 #pragma GCC unroll 4
@@ -114,15 +115,15 @@ ANTIPHON_INLINE void add_score_segment(const int8_t* queries, int64_t dim, const
   }
 }
 
-// Scores [R, kKeysPerChunk]. `places` go on for kRowsAhead past n, with real ones; `scales` to a multiple of W, with
-// anything. N: vectors per head, 0 where the count is not known when this is compiled.
+// Scores [R, kKeysPerChunk]. `places` as in `score`; `scales` go on to a multiple of W, with anything. N: vectors per
+// head, 0 where the count is not known when this is compiled.
 template <int R, int N>
 ANTIPHON_INLINE void score_vnni(const int8_t* numbers, const SplitQuery* queries, const int8_t* keys,
                                 const float* scales, const int64_t* places, int64_t n, int64_t size, float* scores) {
   const int64_t dim = N > 0 ? N * W : size;
   for (int64_t i = 0; i < n; i += W) {
 #pragma GCC unroll 16
-    for (int64_t j = 0; j < W; ++j) prefetch_row(keys + places[i + j + kRowsAhead], dim);
+    for (int64_t j = 0; j < W; ++j) prefetch_row(keys + places[i + j + kKeysPerChunk], dim);
     IVec high[R], low[R];
 #pragma GCC unroll 4
     for (int r = 0; r < R; ++r) high[r] = low[r] = IVec{};
@@ -147,7 +148,7 @@ ANTIPHON_INLINE float split_weights(const float* weights, const float* scales, i
   const float inverse = step > 1e-30f ? 1 / step : 0;
   for (int64_t i = 0; i < n; i += W) {
     const IVec number = round_to_int(load(weights + i) * load(scales + i) * inverse);
-    const BVec high = __builtin_convertvector(number >> 8, BVec), low = __builtin_convertvector(number & 255, BVec);
+    const BVec high = low_bytes(number >> 8), low = low_bytes(number);
     memcpy(numbers + i, &high, sizeof high);
     memcpy(numbers + kKeysPerChunk + i, &low, sizeof low);
   }
@@ -212,7 +213,7 @@ ANTIPHON_INLINE void add_segment_vnni(const uint8_t* weights, const float* steps
     IVec v[S];
     interleave<S>(values, places + j, v);
 #pragma GCC unroll 4
-    for (int i = 0; i < 4; ++i) prefetch_row(values + places[j + i + kRowsAhead], S * W);
+    for (int i = 0; i < 4; ++i) prefetch_row(values + places[j + i + kKeysPerChunk], S * W);
 #pragma GCC unroll 4
     for (int r = 0; r < R; ++r) {
       int32_t four[2];

@@ -51,8 +51,8 @@ ANTIPHON_INLINE float row_scale(const T* row, int64_t dim) {
 
 template <typename T>
 ANTIPHON_INLINE void prefetch_row(const T* row, int64_t dim) {
-  for (int64_t i = 0; i < dim; i += 64 / static_cast<int64_t>(sizeof(T))) prefetch(row + i);
-  if constexpr (kHasScale<T>) prefetch(row + dim);  // such rows do not begin with a line
+  for (int64_t i = 0; i < dim; i += 64 / static_cast<int64_t>(sizeof(T))) prefetch_to_second_cache(row + i);
+  if constexpr (kHasScale<T>) prefetch_to_second_cache(row + dim);  // such rows do not begin with a line
 }
 
 template <typename T>
