@@ -44,8 +44,6 @@ class AmxScope {
 // What tiles are loaded from is in memory from here on: GCC's intrinsics do not say that they read it.
 ANTIPHON_INLINE void before_tiles() { asm volatile("" : : : "memory"); }
 
-ANTIPHON_INLINE void prefetch_to_write(const float* line) { asm volatile("prefetchw %0" : : "m"(*line)); }
-
 // A quarter of the weights of a later step. All of them at once would hold up the tiles of this one, and tiles loaded
 // without it wait for memory while nothing is multiplied.
 template <int Quarter>

@@ -18,6 +18,7 @@ namespace {
 
 constexpr int64_t kMostRowsInTwoDigits = 32;  // up to here reading the weights takes longer than multiplying
 constexpr int64_t kMinUnpackRows = kMostRowsInTwoDigits + 1;  // from here unpacking 4 bits to 16 takes less time
+constexpr int64_t kMinRowsOfPart = 128;         // from twice as many on threads share rows, not only panels
 constexpr int64_t kUnpackedAtOnce = 512 << 10;  // bytes of weights that stay near a core while rows pass by
 constexpr int64_t kChunksPerThread = 12;
 constexpr int64_t kExpected = 64 << 10;  // bytes of weights that are fetched before a product begins
@@ -196,6 +197,27 @@ int64_t num_chunks(const Pool& pool, const Matrix& m) {
 
 int64_t first_panel(const Matrix& m, int64_t chunk, int64_t num_chunks) { return m.num_panels * chunk / num_chunks; }
 
+// Of `parts` of m rows, whole tiles.
+int64_t first_row(int64_t m, int64_t part, int64_t parts) {
+  constexpr int64_t kUnit = 32;
+  return part == parts ? m : m * part / parts / kUnit * kUnit;
+}
+
+Rows rows_from(Rows rows, int64_t first) {
+  rows.values += first * rows.stride;
+  if (rows.numbers != nullptr) rows.numbers += 2 * first * rows.numbers_stride;
+  if (rows.scales != nullptr) rows.scales += first;
+  if (rows.group_sums != nullptr) rows.group_sums += first * rows.group_sums_stride;
+  if (rows.digits != nullptr) rows.digits += first * rows.num_digits * rows.digits_stride;
+  return rows;
+}
+
+Output output_from(Output out, int64_t first) {
+  if (out.data != nullptr) out.data += first * out.stride;
+  if (out.digits != nullptr) out.digits += first * out.num_digits * out.stride;
+  return out;
+}
+
 }  // namespace
 
 bool amx_available() {
@@ -245,11 +267,17 @@ void multiply(Pool& pool, const Matrix& matrix, const Rows& rows, int64_t m, con
   const bool in_tiles = uses_tiles(matrix, m);
   const int64_t row_bytes = matrix.k * (wants_numbers(matrix, m) ? 1 : 4);
   const int64_t block = std::max<int64_t>(kMaxTileRows * 8, kCachedActivations / std::max<int64_t>(row_bytes, 1));
-  const int64_t chunks = num_chunks(pool, matrix);
-  pool.run(chunks, [&](int64_t chunk, int thread) {
+  // Many rows are parted, too: what a thread writes is mostly what it reads next, and is still near its core.
+  const int64_t parts = in_tiles ? std::clamp<int64_t>(m / kMinRowsOfPart, 1, pool.size()) : 1;
+  int64_t chunks = num_chunks(pool, matrix);
+  if (parts > 1) chunks = std::max<int64_t>(1, chunks / (2 * parts));
+  pool.run(parts * chunks, [&](int64_t i, int thread) {
+    const int64_t part = i / chunks, chunk = i % chunks;
     const int64_t first = first_panel(matrix, chunk, chunks), last = first_panel(matrix, chunk + 1, chunks);
     if (in_tiles) {
-      multiply_in_tiles(matrix, first, last, rows, m, rows.unpacked + thread * rows.unpacked_stride, out);
+      const int64_t start = first_row(m, part, parts), count = first_row(m, part + 1, parts) - start;
+      char* room = rows.unpacked + thread * rows.unpacked_stride;
+      multiply_in_tiles(matrix, first, last, rows_from(rows, start), count, room, output_from(out, start));
       return;
     }
     for (int64_t row = 0; row < m; row += block) {

@@ -219,17 +219,10 @@ class Tiles {
   void multiply_step(const TileWeights& weights, int64_t panel, int64_t k, int64_t size, int64_t row, int64_t count,
                      const AmxPass& pass, typename Kind::Sum* sums) {
     const bool is_last = k + size == m_.padded_k;
-    const bool fetches = pass.streaming && is_last && out_.digits == nullptr;
-    const float* target = out_.data + (fetches ? row * out_.stride + panel * (m_.gated ? W : kPanel) : 0);
     const int64_t rows_per_tile = (kAmxRows * kTile + size - 1) / size;
     auto meanwhile = [&] {
       unfinished_.do_rows(rows_per_tile);
       source_.meanwhile();
-      if (!fetches) return;
-      for (int64_t i = 0; i < rows_per_tile; ++i, target += out_.stride) {
-        prefetch_to_write(target);
-        if (!m_.gated) prefetch_to_write(target + W);
-      }
     };
     amx_sum(kind_.operands(row) + k, kind_.stride(), weights, size, count * kind_.per_row(), pass, sums, meanwhile);
     if (is_last) unfinished_.set(panel, row, count, sums);
