@@ -29,6 +29,7 @@ from configs.model_spec import ModelSpec
 if TYPE_CHECKING:
     from cluster.engine import EngineLoop
     from cluster.frontend import Frontend
+    from cluster.text.processor import TextProcessor
     from configs.schema import EngineConfig
 
 STATUS_POLL_S = 0.05
@@ -208,7 +209,8 @@ class SchedulerActor:
     @reporting
     def listen(self, host: str) -> Address:
         """Bind and hold; `host` empty: this node's address, whatever node that is."""
-        from cluster import runtime
+        from cluster import engine, runtime  # noqa: F401 - `start` will need the former, and has no time for it
+        from scheduler import scheduler  # noqa: F401
 
         host = host or runtime.own_address()
         self.listener = Listener(host)
@@ -282,6 +284,7 @@ class IngressActor:
     def __init__(self, config: Mapping[str, Any]) -> None:
         self.config: EngineConfig = config_from_dict(config)
         self.socket: socket.socket | None = None
+        self.text: TextProcessor | None = None
         self.server: Any = None
 
     @reporting
@@ -293,17 +296,26 @@ class IngressActor:
         return int(self.socket.getsockname()[1])
 
     @reporting
-    def run(self, addresses: list[Address], token: str, model_directory: str, model_name: str) -> None:
+    def prepare(self, model_directory: str) -> None:
+        """Import and read everything that `run` needs, while others load weights."""
+        import uvicorn  # noqa: F401
+
+        from cluster.ingress import app  # noqa: F401
+        from cluster.text.processor import TextProcessor
+
+        self.text = TextProcessor.from_directory(Path(model_directory))
+
+    @reporting
+    def run(self, addresses: list[Address], token: str, model_name: str) -> None:
         """Serve HTTP until `stop`."""
         import uvicorn
 
         from cluster.frontend import Frontend
         from cluster.ingress.app import create_app
-        from cluster.text.processor import TextProcessor
 
         assert self.socket is not None, "bind comes first"
-        text = TextProcessor.from_directory(Path(model_directory))
-        frontend = Frontend(addresses, token=token, text=text, seed=self.config.model.seed)
+        assert self.text is not None, "prepare comes before run"
+        frontend = Frontend(addresses, token=token, text=self.text, seed=self.config.model.seed)
         app = create_app(frontend, self.config.ingress, model=model_name)
         self.server = uvicorn.Server(
             uvicorn.Config(

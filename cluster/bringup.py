@@ -52,6 +52,7 @@ class BringUp:
         self.engine_id = config.cluster.engine_id or secrets.token_hex(3)
         self.timeout = config.cluster.startup_timeout_s
         self.runtime: Runtime | None = None  # for whoever ends what a failed start leaves
+        self.preparing: list[Call] = []  # what the ingress does while weights are loaded
 
     def run(self) -> Deployment:
         preparation = Preparation(self.config.model)  # it runs while Ray starts
@@ -95,7 +96,8 @@ class BringUp:
             directory = preparation.wait(self.timeout, self.stop)
             phase.note(str(directory))
             try:
-                TextProcessor.from_directory(directory)  # every door will need it, and loading weights may take long
+                if not self.with_ingress:  # which will find out for itself, also before the weights are loaded
+                    TextProcessor.from_directory(directory)
                 return ModelSpec.from_directory(directory)
             except ValueError as error:
                 raise ModelError(str(error)) from error
@@ -189,16 +191,17 @@ class BringUp:
         own = deployment.runtime.driver_node_id()
         with self.phases.phase("actors") as phase:
             ranks = [rank for replica in deployment.replicas for rank in replica.ranks]
-            if deployment.ingress:
-                (port,) = self._collect(deployment, "actors", [deployment.ingress.call("bind")])
-                deployment.url = f"http://{self.config.ingress.host}:{port}"
             schedulers = [replica.scheduler for replica in deployment.replicas if replica.scheduler]
+            binding = [deployment.ingress.call("bind")] if deployment.ingress else []
             listening = [scheduler.call("listen", host) for scheduler in schedulers]
-            for replica, address in zip(
-                deployment.replicas, self._collect(deployment, "actors", listening), strict=True
-            ):
-                replica.address = address
-            identities: list[Identity] = self._collect(deployment, "actors", [rank.call("identify") for rank in ranks])
+            identifying = [rank.call("identify") for rank in ranks]
+            answers = iter(self._collect(deployment, "actors", [*binding, *listening, *identifying]))
+            if deployment.ingress:
+                deployment.url = f"http://{self.config.ingress.host}:{next(answers)}"
+                self.preparing = [deployment.ingress.call("prepare", str(deployment.model_directory))]
+            for replica in deployment.replicas:
+                replica.address = next(answers)
+            identities: list[Identity] = list(answers)
             check_same(base_versions(source_root()), identities)
             here = str(deployment.model_directory)
             prepared = [
@@ -232,7 +235,7 @@ class BringUp:
     def _load(self, deployment: Deployment) -> None:
         with self.phases.phase("load") as phase:
             loading = [rank.call("load") for replica in deployment.replicas for rank in replica.ranks]
-            seconds = self._collect(deployment, "load", loading)
+            seconds = self._collect(deployment, "load", [*loading, *self.preparing])[: len(loading)]
             phase.note(f"weights on every rank, the slowest took {max(seconds):.2f} s")
             self._note_choices(deployment, phase)
 
@@ -276,7 +279,6 @@ class BringUp:
                     "run",
                     deployment.addresses,
                     deployment.token,
-                    str(deployment.model_directory),
                     deployment.model_name,
                 )
                 waiting = deployment.ingress.call("wait_until_serving", self.timeout)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -70,6 +71,8 @@ class Runtime:
         """
         if not forward_logs:
             _keep_ray_quiet()
+        if address == LOCAL:
+            os.environ["PYTHONPATH"] = python_path
         options: dict[str, Any] = {"include_dashboard": False} if address == LOCAL else {}
         attempts = NUM_ATTEMPTS_LOCAL if address == LOCAL else 1
         for attempt in range(1, attempts + 1):
@@ -183,13 +186,19 @@ class Runtime:
                 max_concurrency=num_threads,
                 enable_task_events=False,
                 scheduling_strategy=strategy,
-                runtime_env={"env_vars": {"PYTHONPATH": self.python_path, "RAY_worker_niceness": "0"}},
+                runtime_env=self._runtime_env(),
             )
             .remote(*args)
         )
         actor = Actor(name, where, node_id, handle)
         self.actors.append(actor)
         return actor
+
+    def _runtime_env(self) -> dict[str, Any] | None:
+        """What our processes need beside what Ray gives them; in a private cluster they inherit it from this driver."""
+        if self.address == LOCAL:
+            return None
+        return {"env_vars": {"PYTHONPATH": self.python_path, "RAY_worker_niceness": "0"}}
 
     # --- waiting: what `cluster.waiting.Waiter` asks for ---
 

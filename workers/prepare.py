@@ -47,8 +47,6 @@ def prepare_model(ref: str, cache_dir: Path | str | None = None) -> Path:
 
 def _converted(source: Path, cache_dir: Path) -> Path:
     """Convert under a lock and move into place at once: a directory in the cache is always whole."""
-    from workers.gguf import convert_gguf
-
     target = cache_dir / "models" / _cache_name(source)
     if target.is_dir():
         return target
@@ -59,6 +57,8 @@ def _converted(source: Path, cache_dir: Path) -> Path:
         unfinished = target.with_suffix(".unfinished")
         shutil.rmtree(unfinished, ignore_errors=True)  # of a process that was killed
         unfinished.mkdir()
+        from workers.gguf import convert_gguf  # only now: whatever is in the cache is found without numpy
+
         try:
             convert_gguf(source, unfinished)
             unfinished.rename(target)

@@ -13,7 +13,7 @@ from cluster.deployment_errors import AddressError, PlacementError, StartupError
 from cluster.identity import Identity, check_same, model_fingerprint, source_hash, source_root
 from cluster.placement import NodeResources, plan_groups
 from cluster.preflight import check_memory, check_port_free, check_table, compute_budget, listen
-from cluster.ray_environment import check_reachable, choose_address, ray_environment
+from cluster.ray_environment import PRIVATE_CLUSTER, check_reachable, choose_address, ray_environment
 from configs.matrices import weight_bytes
 from configs.model_spec import ModelSpec
 from configs.schema import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, WorkerConfig
@@ -241,6 +241,13 @@ def test_a_private_cluster_gets_a_token_of_its_own(tmp_path):
     assert first["RAY_AUTH_MODE"] == "token"
     assert first["RAY_AUTH_TOKEN"] != second["RAY_AUTH_TOKEN"]
     assert first["RAY_worker_niceness"] == "0"
+
+
+def test_a_private_cluster_starts_no_idle_workers_and_one_that_is_joined_is_left_as_it_is(tmp_path):
+    assert ray_environment("local", {}, tmp_path)["RAY_prestart_worker_first_driver"] == "0"
+    assert not PRIVATE_CLUSTER.keys() & ray_environment("10.0.0.1:6379", {}, tmp_path).keys()
+    asked = {"RAY_prestart_worker_first_driver": "1"}
+    assert not asked.keys() & ray_environment("local", asked, tmp_path).keys()
 
 
 def test_what_the_user_has_set_stays(tmp_path):
