@@ -12,7 +12,8 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,6 @@ from typing import TYPE_CHECKING, Any
 from cluster.deployment_errors import PlacementError
 from cluster.identity import Identity, base_versions, model_fingerprint, source_root
 from cluster.preparation import run_preparation
-from cluster.protocol import Status
 from cluster.reporting import reporting
 from cluster.transport import Address, Listener
 from configs.build import config_from_dict
@@ -29,6 +29,7 @@ from configs.model_spec import ModelSpec
 if TYPE_CHECKING:
     from cluster.engine import EngineLoop
     from cluster.frontend import Frontend
+    from cluster.protocol import Status
     from cluster.text.processor import TextProcessor
     from configs.schema import EngineConfig
 
@@ -108,7 +109,10 @@ class WorkerActor:
     def identify(self) -> Identity:
         """What this process runs and what device it was given; imports torch."""
         from cluster import runtime
-        from workers.probe import describe_device  # imports torch
+
+        with _uncollected():
+            from workers import worker  # noqa: F401 - `load` will need it; imports torch
+            from workers.probe import describe_device
 
         accelerators = runtime.own_accelerators()  # asked before torch freezes its list of devices
         if self.place.device == "cuda" and not accelerators:
@@ -298,10 +302,11 @@ class IngressActor:
     @reporting
     def prepare(self, model_directory: str) -> None:
         """Import and read everything that `run` needs, while others load weights."""
-        import uvicorn  # noqa: F401
+        with _uncollected():
+            import uvicorn  # noqa: F401
 
-        from cluster.ingress import app  # noqa: F401
-        from cluster.text.processor import TextProcessor
+            from cluster.ingress import app  # noqa: F401
+            from cluster.text.processor import TextProcessor
 
         self.text = TextProcessor.from_directory(Path(model_directory))
 
@@ -338,6 +343,16 @@ class IngressActor:
         """Close the door, let answers that are complete reach their clients."""
         if self.server:
             self.server.should_exit = True
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """For imports: hundreds of thousands of objects that stay, and that the collector would visit again and again."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def _settle() -> None:

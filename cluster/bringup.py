@@ -19,7 +19,6 @@ from cluster.phases import Phase, Phases
 from cluster.placement import GroupPlan, NodeResources, choose_device, order_ranks, plan_groups
 from cluster.preflight import Budget, check_memory, check_table, compute_budget
 from cluster.preparation import Preparation
-from cluster.text.processor import TextProcessor
 from cluster.waiting import Call, collect
 from configs.build import config_to_dict
 from configs.model_spec import ModelSpec
@@ -97,6 +96,8 @@ class BringUp:
             phase.note(str(directory))
             try:
                 if not self.with_ingress:  # which will find out for itself, also before the weights are loaded
+                    from cluster.text.processor import TextProcessor
+
                     TextProcessor.from_directory(directory)
                 return ModelSpec.from_directory(directory)
             except ValueError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import shutil
 import subprocess
 import sys
 import time
@@ -12,6 +13,21 @@ from pathlib import Path
 import pytest
 
 from tests.support.served import MARK, ROOT, processes_marked
+
+
+def test_a_tokenizer_that_cannot_be_read_is_refused_by_the_door_and_leaves_nothing(tiny_model: Path, tmp_path: Path):
+    model = tmp_path / "model"
+    shutil.copytree(tiny_model, model)
+    (model / "tokenizer.json").write_text("{")
+    mark = secrets.token_hex(8)
+    command = [sys.executable, str(ROOT / "deploy.py"), "serve", "tiny-random", "--set", f"model.path={model}"]
+    command += ["--set", "ingress.port=0"]
+    result = subprocess.run(
+        command, env=os.environ | {MARK: mark}, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert result.returncode == 3, result.stderr
+    assert "tokenizer.json cannot be read as a tokenizer" in result.stderr.strip().splitlines()[-1]
+    assert processes_marked(mark) == {}
 
 
 @pytest.mark.parametrize(

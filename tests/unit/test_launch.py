@@ -23,6 +23,7 @@ from cluster.preflight import listen
 from cluster.preparation import Preparation
 from cluster.prompts import Prompt, read_prompts
 from configs.schema import ModelConfig
+from workers.prepare import _cache_name
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -45,6 +46,12 @@ def test_the_launcher_loads_neither_ray_nor_torch():
     code = (
         "import cluster.launch, sys; print([name for name in ('ray', 'torch', 'numpy', 'yaml') if name in sys.modules])"
     )
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"
+
+
+def test_what_brings_a_deployment_up_computes_nothing():
+    code = "import cluster.supervisor, sys; print([name for name in ('ray', 'torch', 'numpy') if name in sys.modules])"
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"
 
@@ -79,6 +86,22 @@ def test_a_model_that_does_not_exist_is_one_line_with_an_exit_code():
     assert result.returncode == 3
     assert is_one_error(result.stderr, "/nonexistent does not exist")
     assert "Traceback" not in result.stderr
+
+
+def test_a_model_that_was_converted_before_is_found_without_numpy(tmp_path):
+    source = tmp_path / "model.gguf"
+    source.write_bytes(b"GGUF")
+    converted = tmp_path / "cache" / "models" / _cache_name(source)
+    converted.mkdir(parents=True)
+    code = f"""
+import sys
+for library in ("numpy", "torch"):
+    sys.modules[library] = None
+from workers.prepare import prepare_model
+print(prepare_model({str(source)!r}, {str(tmp_path / "cache")!r}))
+"""
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.stdout.strip() == str(converted), result.stderr
 
 
 def is_one_error(stderr: str, message: str) -> bool:
