@@ -10,11 +10,12 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import ray
+from ray._private import node as ray_node
 from ray._private import state as ray_state
 from ray._private import worker as ray_worker
 from ray.exceptions import ActorDiedError, RayError, RayTaskError
@@ -77,14 +78,17 @@ class Runtime:
         attempts = NUM_ATTEMPTS_LOCAL if address == LOCAL else 1
         for attempt in range(1, attempts + 1):
             try:
-                ray.init(
-                    address=address,
-                    namespace="antiphon",
-                    log_to_driver=forward_logs,
-                    logging_level=logging.ERROR,
-                    configure_logging=True,
-                    **options,
-                )
+                # The second attempt is Ray's own way, whatever the first failed of.
+                lean = address == LOCAL and attempt == 1
+                with _without_bystanders(forward_logs) if lean else contextlib.nullcontext():
+                    ray.init(
+                        address=address,
+                        namespace="antiphon",
+                        log_to_driver=forward_logs,
+                        logging_level=logging.ERROR,
+                        configure_logging=True,
+                        **options,
+                    )
                 return cls(address=address, python_path=python_path)
             except SystemExit as end:  # while it starts, Ray has a signal handler of its own
                 raise InterruptedStartError("stopped while Ray started") from end
@@ -254,6 +258,25 @@ def _keep_ray_quiet() -> None:
     """Ray prints a paragraph to standard output whenever a process dies, and offers no switch; we say it in a line."""
     if hasattr(ray_worker, "print_to_stdstream"):
         ray_worker.print_to_stdstream = lambda *_, **__: None
+
+
+@contextlib.contextmanager
+def _without_bystanders(forward_logs: bool) -> Iterator[None]:
+    """Let a private cluster start without the processes that nobody in it talks to.
+
+    Ray starts an autoscaler, a dashboard that serves no pages and a reader of logs for every cluster and offers no
+    switch for them; on two cores they hold a start up for a second or two. Where a version of Ray has other names for
+    them, they start as before.
+    """
+    bystanders = ["start_monitor", "start_api_server", *([] if forward_logs else ["start_log_monitor"])]
+    found = {name: getattr(ray_node.Node, name) for name in bystanders if hasattr(ray_node.Node, name)}
+    for name in found:
+        setattr(ray_node.Node, name, lambda *_, **__: None)
+    try:
+        yield
+    finally:
+        for name, method in found.items():
+            setattr(ray_node.Node, name, method)
 
 
 def own_address() -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.served import Served
+from tests.support.served import Served, processes_marked
 
 ENDLESS = {"ignore_eos": True, "max_tokens": 480}
 
@@ -92,6 +92,12 @@ def test_neither_scheduler_nor_ingress_has_loaded_torch(server):
         assert "libtorch" not in Path(f"/proc/{pid}/maps").read_text()
     (worker,) = server.pids_of("WorkerActor")
     assert "libtorch" in Path(f"/proc/{worker}/maps").read_text()
+
+
+def test_a_private_cluster_has_no_process_that_nobody_talks_to(server):
+    commands = processes_marked(server.mark).values()
+    bystanders = ("dashboard/dashboard.py", "_private/monitor.py", "log_monitor.py", "ray::IDLE")
+    assert [command for command in commands if any(name in command for name in bystanders)] == []
 
 
 def test_ranks_run_at_the_priority_of_their_driver(server):
