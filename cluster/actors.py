@@ -213,8 +213,9 @@ class SchedulerActor:
     @reporting
     def listen(self, host: str) -> Address:
         """Bind and hold; `host` empty: this node's address, whatever node that is."""
-        from cluster import engine, runtime  # noqa: F401 - `start` will need the former, and has no time for it
-        from scheduler import scheduler  # noqa: F401
+        with _uncollected():
+            from cluster import engine, runtime  # noqa: F401 - `start` needs the former, when all others are ready
+            from scheduler import scheduler  # noqa: F401
 
         host = host or runtime.own_address()
         self.listener = Listener(host)
@@ -309,6 +310,7 @@ class IngressActor:
             from cluster.text.processor import TextProcessor
 
         self.text = TextProcessor.from_directory(Path(model_directory))
+        self.text.warm_up()
 
     @reporting
     def run(self, addresses: list[Address], token: str, model_name: str) -> None:
@@ -347,11 +349,12 @@ class IngressActor:
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """For imports: hundreds of thousands of objects that stay, and that the collector would visit again and again."""
+    """For imports: hundreds of thousands of objects that stay, and that the collector never visits."""
     gc.disable()
     try:
         yield
     finally:
+        gc.freeze()
         gc.enable()
 
 

@@ -28,6 +28,11 @@ class TextProcessor:
         """Raises: ValueError, where the model directory has no usable tokenizer."""
         return cls(Tokenizer(directory), ChatTemplate.from_directory(directory))
 
+    def warm_up(self) -> None:
+        """Do now what the first text would have to wait for."""
+        self.tokenizer.encode(" ")
+        _ = self.tokenizer.longest_token
+
     async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         if len(text) < _LONG_TEXT:
             return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)

@@ -1,10 +1,11 @@
-"""What a rank keeps of its log for the driver, and until when."""
+"""What a rank keeps of its log for the driver and until when, and what the collector sees of imports."""
 
 from __future__ import annotations
 
+import gc
 import logging
 
-from cluster.actors import _Said
+from cluster.actors import _Said, _uncollected
 
 
 def test_what_a_rank_chose_is_kept_until_it_serves_and_then_logged_as_before():
@@ -19,3 +20,14 @@ def test_what_a_rank_chose_is_kept_until_it_serves_and_then_logged_as_before():
     assert said.lines == ["compute: kernels"]
     assert said not in logging.getLogger("workers").handlers
     assert logging.getLogger("workers").level == logging.NOTSET
+
+
+def test_what_is_imported_is_never_visited_by_the_collector_which_works_again_afterwards():
+    try:
+        with _uncollected():
+            assert not gc.isenabled()
+            made = [[] for _ in range(1000)]
+        assert gc.isenabled()
+        assert gc.get_freeze_count() >= len(made)
+    finally:
+        gc.unfreeze()

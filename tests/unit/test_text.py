@@ -17,6 +17,7 @@ from cluster.errors import InvalidRequest
 from cluster.text.chat_template import ChatTemplate
 from cluster.text.detokenizer import IncrementalDetokenizer
 from cluster.text.output import OutputText
+from cluster.text.processor import TextProcessor
 from cluster.text.stop_strings import StopStrings
 from cluster.text.tokenizer import Tokenizer
 from tests.support.tiny_text import CHAT_TEMPLATE, EOS, write_tiny_tokenizer
@@ -41,6 +42,13 @@ def fallback_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     directory = tmp_path_factory.mktemp("fallback")
     fast.save(str(directory / "tokenizer.json"))
     return Tokenizer(directory)
+
+
+def test_a_first_text_finds_everything_computed(tmp_path: Path) -> None:
+    text = TextProcessor.from_directory(write_tiny_tokenizer(tmp_path))
+    assert "longest_token" not in vars(text.tokenizer)
+    text.warm_up()
+    assert vars(text.tokenizer)["longest_token"] >= 1
 
 
 def stream(detokenizer: IncrementalDetokenizer, token_ids: list[int]) -> list[str]:
