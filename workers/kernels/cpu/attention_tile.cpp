@@ -4,8 +4,8 @@
 #include <algorithm>
 #include <utility>
 
+#include "accumulate.h"
 #include "attention_tile.h"
-#include "gemm.h"
 
 namespace antiphon {
 namespace {
@@ -92,7 +92,7 @@ void score_rows(const float* q, int64_t dim, int64_t q_stride, const float* keys
   for (int64_t panel = 0; panel < num_panels; ++panel) {
     Vec acc[R][2];
     for (int r = 0; r < R; ++r) acc[r][0] = acc[r][1] = Vec{};
-    accumulate<R>(q, q_stride, keys + panel * dim * kPanel, dim, acc);
+    accumulate<R>(q, q_stride, keys + panel * dim * kPanel, dim, acc, [](const float*) {});
     for (int r = 0; r < R; ++r) {
       store(scores + r * kScoreStride + panel * kPanel, acc[r][0]);
       store(scores + r * kScoreStride + panel * kPanel + W, acc[r][1]);
@@ -110,7 +110,7 @@ void add_rows(const float* weights, int64_t num_keys, const float* values, int64
       acc[r][0] = load(out + r * sum_stride);
       acc[r][1] = load(out + r * sum_stride + W);
     }
-    accumulate<R>(weights, kScoreStride, values + panel * kKeysPerChunk * kPanel, num_keys, acc);
+    accumulate<R>(weights, kScoreStride, values + panel * kKeysPerChunk * kPanel, num_keys, acc, [](const float*) {});
     for (int r = 0; r < R; ++r) {
       store(out + r * sum_stride, acc[r][0]);
       store(out + r * sum_stride + W, acc[r][1]);

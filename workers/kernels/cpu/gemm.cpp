@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "accumulate.h"
 #include "coded.h"
 #include "finish.h"
 #include "gemm_amx.h"
@@ -46,12 +47,6 @@ bool is_unpacked(const Matrix& m, int64_t num_rows) {
 template <int R>
 using Sums = Vec[R][2];
 
-template <int R>
-ANTIPHON_INLINE void sum_float32(const Matrix& m, int64_t panel, const Rows& rows, int64_t row, Sums<R>& acc) {
-  auto* weights = static_cast<const float*>(m.data) + panel * m.padded_k * kPanel;
-  accumulate<R>(rows.values + row * rows.stride, rows.stride, weights, m.k, acc);
-}
-
 // Reads the weights of a panel front to back, as `CodedReader` does.
 class Bfloat16Reader {
  public:
@@ -92,16 +87,19 @@ ANTIPHON_INLINE void sum_bfloat16(Reader reader, const Matrix& m, const Rows& ro
   }
 }
 
-// What is fetched while a tile of rows passes by a panel. One that is alone reads as fast as memory gives: it fetches
-// what is a little ahead. Of several each fetches its share of the next panel, so that memory is busy all the time.
+// What is fetched while a tile of rows passes by a panel of float32 or int8 numbers. One that is alone reads as fast as
+// memory gives: it fetches what is a little ahead. Of several each fetches its share of the next panel, so that memory
+// is busy all the time.
 struct Ahead {
   const char* line;
-  int64_t per_step;  // bytes
+  int64_t per_step;  // bytes, for one k in float32 or four in int8
+  bool is_alone;
 
-  Ahead(const Matrix& m, int64_t panel, int64_t tile, int64_t num_tiles) : per_step(4 * kPanel / num_tiles) {
-    const int64_t bytes = m.padded_k * kPanel;
+  Ahead(const Matrix& m, int64_t panel, int64_t tile, int64_t num_tiles)
+      : per_step(4 * kPanel / num_tiles), is_alone(num_tiles == 1) {
+    const int64_t bytes = m.padded_k * kPanel * (m.format == Format::kFloat32 ? 4 : 1);
     line = static_cast<const char*>(m.data) + panel * bytes;
-    line += num_tiles == 1 ? kPrefetchAhead : bytes + bytes * tile / num_tiles;
+    line += is_alone ? kPrefetchAhead : bytes + bytes * tile / num_tiles;
   }
 
   ANTIPHON_INLINE void fetch() {
@@ -110,6 +108,23 @@ struct Ahead {
     line += per_step;
   }
 };
+
+// Inlined by force: of a function that does no more than fetch, the compiler leaves out the calls.
+struct FetchNear {
+  ANTIPHON_INLINE void operator()(const float* weights) const { prefetch_weights(weights); }
+};
+
+template <int R>
+ANTIPHON_INLINE void sum_float32(const Matrix& m, int64_t panel, const Rows& rows, int64_t row, Ahead ahead,
+                                 Sums<R>& acc) {
+  auto* weights = static_cast<const float*>(m.data) + panel * m.padded_k * kPanel;
+  const float* a = rows.values + row * rows.stride;
+  if (ahead.is_alone) {
+    accumulate<R>(a, rows.stride, weights, m.k, acc, FetchNear{});
+  } else {
+    accumulate<R>(a, rows.stride, weights, m.k, acc, [&](const float*) { ahead.fetch(); });
+  }
+}
 
 template <int R>
 ANTIPHON_INLINE void sum_int8(const Matrix& m, int64_t panel, const Rows& rows, int64_t row, Ahead ahead,
@@ -144,7 +159,7 @@ void tile(const Matrix& m, int64_t panel, const Rows& rows, int64_t row, const A
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r) acc[r][0] = acc[r][1] = Vec{};
   switch (m.format) {
-    case Format::kFloat32: sum_float32<R>(m, panel, rows, row, acc); break;
+    case Format::kFloat32: sum_float32<R>(m, panel, rows, row, ahead, acc); break;
     case Format::kBfloat16:
 #if ANTIPHON_HAS_CODED
       if (m.coding != nullptr) {

@@ -76,19 +76,4 @@ ANTIPHON_INLINE void prefetch_bytes(const void* weights) {
   }
 }
 
-// The fp32 product itself, shared with attention: acc[r] += sum over k of a[r * lda + k] * b[k], b [k][kPanel].
-template <int R>
-ANTIPHON_INLINE void accumulate(const float* a, int64_t lda, const float* b, int64_t k, Vec (&acc)[R][2]) {
-  for (int64_t i = 0; i < k; ++i, b += kPanel) {
-    prefetch_weights(b);
-    Vec b0 = load(b), b1 = load(b + W);
-#pragma GCC unroll 16
-    for (int r = 0; r < R; ++r) {
-      float x = a[r * lda + i];
-      acc[r][0] += x * b0;
-      acc[r][1] += x * b1;
-    }
-  }
-}
-
 }  // namespace antiphon
