@@ -20,12 +20,14 @@ namespace {
 constexpr int64_t kMostRowsInTwoDigits = 32;  // up to here reading the weights takes longer than multiplying
 constexpr int64_t kMinUnpackRows = kMostRowsInTwoDigits + 1;  // from here unpacking 4 bits to 16 takes less time
 constexpr int64_t kMinRowsOfPart = 128;         // from twice as many on threads share rows, not only panels
+constexpr int64_t kMinWidenRows = 2 * kMaxTileRows;  // from here bfloat16 numbers are widened once for all tiles
+constexpr int64_t kMostWidened = 768 << 10;     // bytes
 constexpr int64_t kUnpackedAtOnce = 512 << 10;  // bytes of weights that stay near a core while rows pass by
 constexpr int64_t kChunksPerThread = 12;
 constexpr int64_t kExpected = 64 << 10;  // bytes of weights that are fetched before a product begins
 constexpr int64_t kCachedActivations = 448 << 10;  // bytes of rows that stay near a core while panels pass by
 
-// Puts right what the stand-ins of a panel's rare weights have added.
+// Puts right what the stand-ins of a panel's rare weights have added to a row's sums.
 __attribute__((noinline)) void add_rare(const Matrix& m, int64_t panel, const float* row, Vec& c0, Vec& c1) {
   for (const RareWeight& rare : m.coding->of(panel)) {
     const float missing = to_float(rare.weight) - to_float(rare.stand_in);
@@ -34,10 +36,15 @@ __attribute__((noinline)) void add_rare(const Matrix& m, int64_t panel, const fl
 }
 
 // Not inlined: once per row of a tile it costs little, and a copy for each number of rows costs the build seconds.
-__attribute__((noinline)) void finish_row(const Matrix& m, int64_t panel, const Rows& rows, const Output& out,
-                                          int64_t row, Vec c0, Vec c1) {
-  if (m.coding != nullptr) add_rare(m, panel, rows.values + row * rows.stride, c0, c1);
+__attribute__((noinline)) void finish_row(const Matrix& m, int64_t panel, const Output& out, int64_t row, Vec c0,
+                                          Vec c1) {
   finish(m, panel, out, row, c0, c1);
+}
+
+// Bytes of a panel in float32, where many rows are multiplied so by bfloat16 numbers: if it stays near a core.
+int64_t widened_size(const Matrix& m) {
+  const int64_t bytes = 4 * m.padded_k * kPanel;
+  return m.format == Format::kBfloat16 && bytes <= kMostWidened ? bytes : 0;
 }
 
 bool is_unpacked(const Matrix& m, int64_t num_rows) {
@@ -87,17 +94,17 @@ ANTIPHON_INLINE void sum_bfloat16(Reader reader, const Matrix& m, const Rows& ro
   }
 }
 
-// What is fetched while a tile of rows passes by a panel of float32 or int8 numbers. One that is alone reads as fast as
-// memory gives: it fetches what is a little ahead. Of several each fetches its share of the next panel, so that memory
-// is busy all the time.
+// What is fetched while a tile of rows passes by a panel, a little at each step: one k, or four in int8. One that is
+// alone reads as fast as memory gives: it fetches what is a little ahead. Of several each fetches its share of the next
+// panel, so that memory is busy all the time.
 struct Ahead {
   const char* line;
-  int64_t per_step;  // bytes, for one k in float32 or four in int8
+  int64_t per_step;  // bytes
   bool is_alone;
 
-  Ahead(const Matrix& m, int64_t panel, int64_t tile, int64_t num_tiles)
-      : per_step(4 * kPanel / num_tiles), is_alone(num_tiles == 1) {
-    const int64_t bytes = m.padded_k * kPanel * (m.format == Format::kFloat32 ? 4 : 1);
+  Ahead(const Matrix& m, int64_t panel, int64_t tile, int64_t num_tiles) : is_alone(num_tiles == 1) {
+    const int64_t bytes = m.bytes / m.num_panels, steps = m.format == Format::kInt8 ? m.padded_k / 4 : m.padded_k;
+    per_step = bytes / std::max<int64_t>(1, steps) / num_tiles;
     line = static_cast<const char*>(m.data) + panel * bytes;
     line += is_alone ? kPrefetchAhead : bytes + bytes * tile / num_tiles;
   }
@@ -114,10 +121,10 @@ struct FetchNear {
   ANTIPHON_INLINE void operator()(const float* weights) const { prefetch_weights(weights); }
 };
 
+// `weights`: the panel's.
 template <int R>
-ANTIPHON_INLINE void sum_float32(const Matrix& m, int64_t panel, const Rows& rows, int64_t row, Ahead ahead,
+ANTIPHON_INLINE void sum_float32(const Matrix& m, const float* weights, const Rows& rows, int64_t row, Ahead ahead,
                                  Sums<R>& acc) {
-  auto* weights = static_cast<const float*>(m.data) + panel * m.padded_k * kPanel;
   const float* a = rows.values + row * rows.stride;
   if (ahead.is_alone) {
     accumulate<R>(a, rows.stride, weights, m.k, acc, FetchNear{});
@@ -153,13 +160,28 @@ ANTIPHON_INLINE void sum_int8(const Matrix& m, int64_t panel, const Rows& rows, 
   }
 }
 
+// One panel of weights. `floats`: where it is in float32, or null.
+struct Panel {
+  const Matrix& m;
+  int64_t index;
+  const float* floats;
+};
+
 template <int R>
-void tile(const Matrix& m, int64_t panel, const Rows& rows, int64_t row, const Ahead& ahead, const Output& out) {
+void tile(const Panel& panel_of_m, const Rows& rows, int64_t row, const Ahead& ahead, const Output& out) {
+  const Matrix& m = panel_of_m.m;
+  const int64_t panel = panel_of_m.index;
   Sums<R> acc;
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r) acc[r][0] = acc[r][1] = Vec{};
+  if (panel_of_m.floats != nullptr) {
+    sum_float32<R>(m, panel_of_m.floats, rows, row, ahead, acc);
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r) finish_row(m, panel, out, row + r, acc[r][0], acc[r][1]);
+    return;
+  }
   switch (m.format) {
-    case Format::kFloat32: sum_float32<R>(m, panel, rows, row, ahead, acc); break;
+    case Format::kFloat32: break;
     case Format::kBfloat16:
 #if ANTIPHON_HAS_CODED
       if (m.coding != nullptr) {
@@ -177,10 +199,14 @@ void tile(const Matrix& m, int64_t panel, const Rows& rows, int64_t row, const A
       break;
   }
 #pragma GCC unroll 16
-  for (int r = 0; r < R; ++r) finish_row(m, panel, rows, out, row + r, acc[r][0], acc[r][1]);
+  for (int r = 0; r < R; ++r) {
+    Vec c0 = acc[r][0], c1 = acc[r][1];
+    if (m.coding != nullptr) add_rare(m, panel, rows.values + (row + r) * rows.stride, c0, c1);
+    finish_row(m, panel, out, row + r, c0, c1);
+  }
 }
 
-using Tile = void (*)(const Matrix&, int64_t, const Rows&, int64_t, const Ahead&, const Output&);
+using Tile = void (*)(const Panel&, const Rows&, int64_t, const Ahead&, const Output&);
 
 template <int... R>
 constexpr Tile tile_of(int rows, std::integer_sequence<int, R...>) {
@@ -188,7 +214,40 @@ constexpr Tile tile_of(int rows, std::integer_sequence<int, R...>) {
   return all[rows - 1];
 }
 
-void vector_panel(const Matrix& m, int64_t panel, const Rows& rows, int64_t first, int64_t last, const Output& out) {
+// A panel of bfloat16 numbers in float32, [k][kPanel].
+template <typename Reader>
+void widen(Reader reader, const Matrix& m, int64_t panel, float* out) {
+  for (int64_t k = 0; k < m.padded_k; k += 4, out += 4 * kPanel) {
+    UVec pairs[4];
+    reader.read(pairs);
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) {  // two k of W columns
+      float* at = out + i / 2 * 2 * kPanel + i % 2 * W;
+      store(at, reinterpret_cast<Vec>(pairs[i] << 16));
+      store(at + kPanel, reinterpret_cast<Vec>(pairs[i] & 0xffff0000u));
+    }
+  }
+  if (m.coding == nullptr) return;
+  float* const start = out - m.padded_k * kPanel;
+  for (const RareWeight& rare : m.coding->of(panel)) start[rare.k() * kPanel + rare.lane()] = to_float(rare.weight);
+}
+
+const float* floats_of(const Matrix& m, int64_t panel, int64_t num_rows, float* room) {
+  if (m.format == Format::kFloat32) return static_cast<const float*>(m.data) + panel * m.padded_k * kPanel;
+  if (m.format != Format::kBfloat16 || num_rows < kMinWidenRows || widened_size(m) == 0) return nullptr;
+#if ANTIPHON_HAS_CODED
+  if (m.coding != nullptr) {
+    widen(CodedReader(m, panel), m, panel, room);
+    return room;
+  }
+#endif
+  widen(Bfloat16Reader(m, panel), m, panel, room);
+  return room;
+}
+
+void vector_panel(const Matrix& m, int64_t panel, const Rows& rows, int64_t first, int64_t last, char* room,
+                  const Output& out) {
+  const Panel own{m, panel, floats_of(m, panel, last - first, reinterpret_cast<float*>(room))};
   const int64_t most = m.format == Format::kInt8   ? kMaxTileRows / 2
                        : m.format == Format::kInt4 ? kMaxInt4Rows
                                                    : kMaxTileRows;
@@ -196,7 +255,7 @@ void vector_panel(const Matrix& m, int64_t panel, const Rows& rows, int64_t firs
   for (int64_t i = 0; i < num_tiles; ++i) {
     int64_t from = first + count * i / num_tiles, to = first + count * (i + 1) / num_tiles;
     const Tile tile = tile_of(static_cast<int>(to - from), std::make_integer_sequence<int, kMaxTileRows>());
-    tile(m, panel, rows, from, Ahead(m, panel, i, num_tiles), out);
+    tile(own, rows, from, Ahead(m, panel, i, num_tiles), out);
   }
 }
 
@@ -262,7 +321,7 @@ int num_digits_wanted(const Matrix& m, int64_t num_rows) {
 }
 
 int64_t unpacked_size(const Matrix& m) {
-  if (m.coding != nullptr) return amx_available() ? kCodedRoom : 0;
+  if (m.format == Format::kBfloat16) return std::max(m.coding != nullptr ? kCodedRoom : 0, widened_size(m));
   return is_unpacked(m, kMinUnpackRows) ? std::max(2 * m.padded_k * kPanel, kUnpackedAtOnce) : 0;
 }
 
@@ -289,15 +348,15 @@ void multiply(Pool& pool, const Matrix& matrix, const Rows& rows, int64_t m, con
   pool.run(parts * chunks, [&](int64_t i, int thread) {
     const int64_t part = i / chunks, chunk = i % chunks;
     const int64_t first = first_panel(matrix, chunk, chunks), last = first_panel(matrix, chunk + 1, chunks);
+    char* room = rows.unpacked + thread * rows.unpacked_stride;
     if (in_tiles) {
       const int64_t start = first_row(m, part, parts), count = first_row(m, part + 1, parts) - start;
-      char* room = rows.unpacked + thread * rows.unpacked_stride;
       multiply_in_tiles(matrix, first, last, rows_from(rows, start), count, room, output_from(out, start));
       return;
     }
     for (int64_t row = 0; row < m; row += block) {
       for (int64_t panel = first; panel < last; ++panel) {
-        vector_panel(matrix, panel, rows, row, std::min(m, row + block), out);
+        vector_panel(matrix, panel, rows, row, std::min(m, row + block), room, out);
       }
     }
   });
