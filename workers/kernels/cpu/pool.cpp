@@ -111,7 +111,7 @@ void Pool::share(uint32_t num_chunks) {
   for (uint32_t done; (done = num_done_.load()) != num_chunks;) sleep_while(num_done_, done, caller_asleep_);
 }
 
-void Pool::take_chunks(int thread) {
+void Pool::take_chunks(int thread) noexcept {
   uint32_t num_taken = 0;
   for (int i = 0; i < size(); ++i) {
     Part& part = parts_[(thread + i) % size()];

@@ -23,7 +23,7 @@ class Pool {
 
   // body(chunk, thread) for each chunk of 0 .. num_chunks - 1; returns when all are done. A thread begins with those
   // from its `first_chunk` on, one after the other, so that what it reads lies in a row; then it takes the last ones of
-  // others. One caller at a time; a body must not call run.
+  // others. One caller at a time; a body must not call run. What it throws while threads share the loop ends the process.
   template <typename Body>
   void run(int64_t num_chunks, const Body& body) {
     if (num_chunks <= 1 || helpers_.empty()) {
@@ -64,7 +64,7 @@ class Pool {
   };
 
   void share(uint32_t num_chunks);
-  void take_chunks(int thread);
+  void take_chunks(int thread) noexcept;
   void help(int thread);
   template <typename Done>
   bool spin(int thread, const Done& done) const;
