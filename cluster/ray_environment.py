@@ -21,7 +21,7 @@ PRIVATE_CLUSTER = {
     "RAY_gcs_rpc_server_reconnect_timeout_s": "10",
     # Idle workers for the tasks of a first job, one for each core: ours has actors alone.
     "RAY_prestart_worker_first_driver": "0",
-    # A process that is a moment too early asks again soon, instead of a second later: in all 10 s, as before.
+    # A process that is a moment too early asks again soon, instead of a second later. In all it is 10 s, as in Ray.
     "RAY_raylet_client_connect_timeout_milliseconds": "20",
     "RAY_raylet_client_num_connect_attempts": "500",
 }

@@ -72,7 +72,7 @@ class Runtime:
         """
         if not forward_logs:
             _keep_ray_quiet()
-        if address == LOCAL:
+        if address == LOCAL:  # its processes are our children
             os.environ["PYTHONPATH"] = python_path
         options: dict[str, Any] = {"include_dashboard": False} if address == LOCAL else {}
         attempts = NUM_ATTEMPTS_LOCAL if address == LOCAL else 1
@@ -266,7 +266,7 @@ def _without_bystanders(forward_logs: bool) -> Iterator[None]:
 
     Ray starts an autoscaler, a dashboard that serves no pages and a reader of logs for every cluster and offers no
     switch for them; on two cores they hold a start up for a second or two. Where a version of Ray has other names for
-    them, they start as before.
+    them, they start.
     """
     bystanders = ["start_monitor", "start_api_server", *([] if forward_logs else ["start_log_monitor"])]
     found = {name: getattr(ray_node.Node, name) for name in bystanders if hasattr(ray_node.Node, name)}

@@ -87,7 +87,7 @@ struct TileWeights {
     _tile_zero(3);                                                                           \
   }                                                                                          \
   const int64_t tile_bytes = 16 * kPanel * 4, a_bytes = stride * sizeof(Element);            \
-  int64_t at = weights.start;                                                                 \
+  int64_t at = weights.start;                                                                \
   for (int64_t i = 0; i < k; i += per_tile, at += tile_bytes) {                              \
     const char* w = weights.base + (at & weights.mask);                                      \
     if (pass.streaming) {                                                                    \

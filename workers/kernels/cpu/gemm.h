@@ -44,7 +44,8 @@ struct Output {
 // out = rows [m, k] times the matrix's transpose, plus its bias. All threads of the pool take part.
 void multiply(Pool& pool, const Matrix& matrix, const Rows& rows, int64_t m, const Output& out);
 
-// That `matrix` is multiplied by after the pool's next loop: what its threads read first is fetched while they wait.
+// That `matrix` is multiplied by after the pool's next loop: what its threads read first, where there are few rows, is
+// fetched while they wait.
 void expect(Pool& pool, const Matrix& matrix);
 
 // Whether the products of many rows go through tile registers here; asks the system for them once.

@@ -36,8 +36,8 @@ struct RareWeight {
 
 // What belongs to a matrix of coded weights.
 struct Coding {
-  Memory<uint8_t> tables;              // [num_panels][kNumCodes]
-  std::vector<RareWeight> rare;        // of one panel after the other
+  Memory<uint8_t> tables;               // [num_panels][kNumCodes]
+  std::vector<RareWeight> rare;         // of one panel after the other
   std::vector<int64_t> first_of_panel;  // [num_panels + 1]
 
   struct Range {

@@ -207,8 +207,8 @@ ANTIPHON_INLINE float max_lane(Vec v) {
   return v[0];
 }
 
-// The largest of |x|, of which a multiple of W numbers is readable, as 0 from `size` on. Four at a
-// time: the result of one operation is there after as many cycles.
+// The largest of |x|, of which a multiple of W numbers is readable, as 0 from `size` on. Four at a time: the result of
+// one operation is there after as many cycles.
 ANTIPHON_INLINE float max_abs(const float* x, int64_t size) {
   Vec largest[4] = {};
   int64_t i = 0;
