@@ -36,12 +36,14 @@ class CompletionAnswer:
         params, options, prompts = body.sampling(), body.options(), body.prompts()
         add_special_tokens = body.add_special_tokens is not False
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
-        encoding = (frontend.encode(text, add_special_tokens=add_special_tokens) for text in texts)
-        token_ids = await asyncio.gather(*encoding) if texts else prompts
+        token_ids: list[list[int]] = [prompt for prompt in prompts if isinstance(prompt, list)]
+        for text in texts:
+            token_ids.append(await frontend.encode(text, add_special_tokens=add_special_tokens))
+            await asyncio.sleep(0)  # a thousand texts take seconds: others' turn
+        job = await Job.submit(frontend, token_ids, params, options)
         echoed: list[str] = []
-        if body.echo:
-            echoed = texts or [frontend.text.tokenizer.decode(ids) for ids in prompts]  # type: ignore[arg-type]
-        job = await Job.submit(frontend, token_ids, params, options)  # type: ignore[arg-type]
+        if body.echo:  # token ids are decoded once they are known to be some
+            echoed = texts or [frontend.text.tokenizer.decode(ids) for ids in token_ids]
         return cls(job, body, {**head, "object": "text_completion"}, echoed, frontend)
 
     async def whole(self) -> dict[str, Any]:

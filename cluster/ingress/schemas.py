@@ -18,6 +18,7 @@ from scheduler.sampling_params import MAX_LOGPROBS, MAX_SEED, SamplingParams
 
 MAX_STOP_STRINGS = 16
 MAX_PROMPTS = 1024
+MAX_NAME = 64  # characters of a field's name that are looked at
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, for /v1/completions
 _TOKEN_ID = re.compile(r"-?[0-9]{1,18}")
 _UNSUPPORTED = "is not supported; leave it out"
@@ -231,7 +232,7 @@ def _explain(message: str, kind: type[_Body]) -> InvalidRequest:
     """msgspec's message with our remedy and the name of the parameter."""
     if "unknown field" in message:
         name = message.split("`")[1]
-        near = difflib.get_close_matches(name, kind.__struct_fields__, n=1)
+        near = difflib.get_close_matches(name[:MAX_NAME], kind.__struct_fields__, n=1)  # megabytes take it seconds
         remedy = f"did you mean {near[0]}?" if near else "leave it out"
         return InvalidRequest(f"unknown parameter {name}; {remedy}", parameter=name)
     path = re.search(r"`\$\.(\w+)", message)

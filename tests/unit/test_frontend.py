@@ -223,6 +223,16 @@ def test_requests_are_spread_over_replicas(text: TextProcessor) -> None:
         assert [engine.scheduler.stats().num_finished for engine in (first, second)] == [4, 4]
 
 
+def test_numbers_that_are_no_token_ids_are_refused_before_a_replica_is_chosen(text: TextProcessor) -> None:
+    async def work(frontend: Frontend) -> None:
+        await wait_until(lambda: None not in frontend.status())
+        with pytest.raises(InvalidRequest, match="token ids must lie"):
+            await collect(frontend, [10**30] * CHUNK_TOKENS, SamplingParams(max_tokens=3))
+
+    with running_engine() as first, running_engine() as second:
+        with_frontend(text, [first, second], work)
+
+
 def test_a_full_replica_passes_the_request_on(text: TextProcessor) -> None:
     async def work(frontend: Frontend) -> None:
         await wait_until(lambda: None not in frontend.status())

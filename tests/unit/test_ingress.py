@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import time
@@ -13,6 +14,9 @@ from typing import Any
 import httpx
 import pytest
 
+from cluster.errors import InvalidRequest
+from cluster.ingress.completions import CompletionAnswer
+from cluster.ingress.schemas import CompletionBody, parse_body
 from cluster.text.tokenizer import Tokenizer
 from configs.schema import IngressConfig
 from tests.support.fake_ranks import NUM_TOKENS, expected_tokens
@@ -288,6 +292,8 @@ COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
         (COMPLETIONS, {"prompt": [1, 264]}, "token id 264 in the prompt is out of range; legal ids are 0 to 263"),
         (COMPLETIONS, {"prompt": [-1]}, "token id -1"),
         (COMPLETIONS, {"prompt": [2**40]}, "token ids must lie"),
+        (COMPLETIONS, {"prompt": [-1], "echo": True}, "token id -1"),
+        (COMPLETIONS, {"prompt": [2**40], "echo": True}, "token ids must lie"),
         (COMPLETIONS, {"prompt": "x", "max_tokens": 600}, "ask for at most 511 tokens"),
         (COMPLETIONS, {"prompt": "x", "max_tokens": 0}, "max_tokens is 0"),
         (COMPLETIONS, {"prompt": "x", "priority": 2**70}, "too large"),
@@ -311,6 +317,7 @@ COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
         (COMPLETIONS, {"prompt": "x", "max_token": 5}, "unknown parameter max_token; did you mean max_tokens?"),
         (COMPLETIONS, {"prompt": "x", "stream_options": {"include_usage": True}}, "needs stream: true"),
         (CHAT, {"messages": []}, "messages is empty"),
+        (CHAT, {"messages": [{"role": "user"}] * 600}, "600 messages are more than the model's limit of 512 tokens"),
         (CHAT, {"messages": [{"content": "x"}]}, r"messages[0] has no role"),
         (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "'image_url' is not supported"),
         (CHAT, {"messages": MESSAGES, "top_logprobs": 2}, "top_logprobs needs logprobs: true"),
@@ -337,6 +344,39 @@ def test_any_name_may_stand_among_the_template_s_arguments(door: Door) -> None:
 
 def test_a_bad_request_is_a_status_in_a_stream_too(door: Door) -> None:
     assert door.post(COMPLETIONS, prompt=[1] * 600, stream=True).status_code == 400
+
+
+def test_a_field_s_name_of_megabytes_is_refused_at_once() -> None:
+    body = b'{"' + b"max_tokens" * 800_000 + b'": 1}'
+    started = time.process_time()
+    with pytest.raises(InvalidRequest, match="unknown parameter max_tokens"):
+        parse_body(body, CompletionBody)
+    assert time.process_time() - started < 0.3  # a second and more, where all of it is looked at
+
+
+def test_others_have_their_turn_while_a_thousand_texts_are_tokenized() -> None:
+    """The order in which texts are encoded and a neighbour of theirs runs, in the loop of one process."""
+    events: list[str] = []
+
+    class Watched:
+        async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+            events.append(text)
+            return [1]
+
+        async def submit(self, *_: Any) -> None:
+            raise InvalidRequest("enough")
+
+    async def neighbour() -> None:
+        while len(events) < 20:
+            events.append("neighbour")
+            await asyncio.sleep(0)
+
+    async def both() -> None:
+        body = CompletionBody(prompt=["text"] * 10)
+        await asyncio.gather(CompletionAnswer.start(Watched(), body, {}), neighbour(), return_exceptions=True)  # type: ignore[arg-type]
+
+    asyncio.run(both())
+    assert events[:8] == ["text", "neighbour"] * 4
 
 
 def test_one_bad_prompt_of_several_leaves_nothing_running(door: Door) -> None:
