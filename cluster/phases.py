@@ -59,7 +59,7 @@ class Phases:
 
     def show(self, what: RenderableType) -> None:
         as_log = isinstance(what, str) and not self.console.is_terminal
-        self.console.print(what, highlight=False, soft_wrap=as_log)
+        self.console.print(what, markup=False, highlight=False, soft_wrap=as_log)  # names may hold brackets
 
     @property
     def elapsed(self) -> float:

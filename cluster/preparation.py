@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -67,6 +68,11 @@ class Preparation:
                         f"model {self.model.path} was not ready within {timeout:g} s; raise cluster.startup_timeout_s, "
                         "or prepare it once with `python -m workers.prepare`"
                     ) from None
+        if self.process.returncode < 0:  # it had no time to say why
+            raise ModelError(
+                f"the preparation of {self.model.path} was ended by {signal.Signals(-self.process.returncode).name}; "
+                "if that was for lack of memory, free some, or prepare it on a larger machine"
+            )
         if self.process.returncode:
             raise ModelError(_last_line(errors) or f"the model {self.model.path} cannot be prepared")
         return Path(_last_line(output))

@@ -206,6 +206,12 @@ def test_a_phase_is_printed_with_its_time_and_notes():
     assert output.getvalue().split() == ["load", "2.50", "s", "weights"]
 
 
+def test_a_name_with_brackets_is_shown_as_it_is():
+    output = io.StringIO()
+    Phases(Console(file=output)).show("serving llama[int4]")
+    assert output.getvalue() == "serving llama[int4]\n"
+
+
 def make_event(text: str | None = None, tokens: int | None = None) -> dict[str, object]:
     event: dict[str, object] = {"choices": [{"delta": {"content": text}}] if text is not None else []}
     return event | ({"usage": {"completion_tokens": tokens}} if tokens is not None else {})
@@ -255,6 +261,15 @@ def test_a_model_that_does_not_exist_fails_early():
     preparation = Preparation(ModelConfig(path="/nonexistent"))
     with pytest.raises(ModelError, match="/nonexistent does not exist"):
         preparation.fail_early(patience=20.0)
+
+
+def test_a_preparation_that_was_killed_is_said_to_be(monkeypatch):
+    slow = SimpleNamespace(executable=str(ROOT / "tests" / "support" / "never_ends.sh"))
+    monkeypatch.setattr("cluster.preparation.sys", slow)
+    preparation = Preparation(ModelConfig(path="model"))
+    preparation.process.kill()
+    with pytest.raises(ModelError, match="preparation of model was ended by SIGKILL; if that was for lack of memory"):
+        preparation.wait(20.0)
 
 
 def test_a_preparation_that_takes_too_long_is_ended(monkeypatch):
