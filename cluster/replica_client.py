@@ -164,7 +164,7 @@ class ReplicaClient:
             generation = self.open.get(request_id)
             if generation is None:
                 continue  # aborted meanwhile
-            if row in cached:
+            if row in cached and index == 0:  # the prompt is computed once; the other texts found it there
                 generation.num_cached_tokens = cached[row]
             if row in batch.prompt_logprobs:
                 generation.prompt_logprobs = unpack_scores(batch.prompt_logprobs[row])

@@ -208,6 +208,11 @@ def test_cached_tokens_are_part_of_usage(door: Door) -> None:
     assert cached == [0, 32]
 
 
+def test_what_the_texts_of_one_prompt_share_is_not_cached(door: Door) -> None:
+    usage = door.ok("/v1/completions", prompt=list(range(30, 70)), cache_salt="nobody's", n=3)["usage"]
+    assert (usage["prompt_tokens"], usage["prompt_tokens_details"]) == (40, {"cached_tokens": 0})
+
+
 def test_every_parameter_of_openai_and_ours_is_taken(door: Door) -> None:
     extensions = {"top_k": -1, "min_p": 0.1, "repetition_penalty": 1.1, "min_tokens": 2, "ignore_eos": True}
     more = {"stop_token_ids": [1], "priority": 3, "cache_salt": "s", "skip_special_tokens": False}
