@@ -11,6 +11,7 @@ import gc
 import logging
 import os
 import socket
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -202,7 +203,16 @@ class WorkerActor:
             self.worker.close()
 
 
-class SchedulerActor:
+class _Staying:
+    """Of processes that wait for others during a start and answer no call meanwhile."""
+
+    @reporting
+    def stay(self) -> None:
+        """Returns never. Its end is how the driver learns at once that the process was lost."""
+        threading.Event().wait()
+
+
+class SchedulerActor(_Staying):
     """One replica's scheduler and engine loop. Never imports torch."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
@@ -283,7 +293,7 @@ class SchedulerActor:
         return self.loop
 
 
-class IngressActor:
+class IngressActor(_Staying):
     """The HTTP door. Never imports torch."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:

@@ -51,6 +51,7 @@ class BringUp:
         self.engine_id = config.cluster.engine_id or secrets.token_hex(3)
         self.timeout = config.cluster.startup_timeout_s
         self.runtime: Runtime | None = None  # for whoever ends what a failed start leaves
+        self.staying: list[Call] = []  # scheduler and ingress, which nobody else would miss before they are needed
         self.preparing: list[Call] = []  # what the ingress does while weights are loaded
 
     def run(self) -> Deployment:
@@ -177,11 +178,13 @@ class BringUp:
                 node_id=slots[0].node_id,
                 num_threads=8,
             )
+            self.staying.append(replica.scheduler.call("stay"))
         if self.with_ingress:
             name = f"antiphon-{self.engine_id}-ingress"
             deployment.ingress = runtime.start_actor(
-                IngressActor, data, name=name, where="the ingress", node_id=own, num_threads=4
+                IngressActor, data, name=name, where="the ingress", node_id=own, num_threads=5
             )
+            self.staying.append(deployment.ingress.call("stay"))
 
     def _label(self, text: str, replica: Replica) -> str:
         return f"{text} (replica {replica.index})" if self.config.parallel.num_replicas > 1 else text
@@ -305,6 +308,7 @@ class BringUp:
     def _collect(
         self, deployment: Deployment, phase: str, calls: Sequence[Call], guards: Sequence[Call] = ()
     ) -> list[Any]:
+        guards = [*guards, *self.staying]
         return collect(deployment.runtime, calls, phase=phase, timeout=self.timeout, stop=self.stop, guards=guards)
 
 

@@ -1,13 +1,21 @@
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
-from typing import Any
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
+from rich.console import Console
 
+from cluster.bringup import BringUp
+from cluster.deployment import Deployment, Replica
 from cluster.deployment_errors import EngineLostError, InterruptedStartError, ModelError, StartupError
+from cluster.phases import Phases
 from cluster.supervisor import Ended, Observed, plan, root_reason
 from cluster.waiting import ActorLostError, Call, CallFailedError, collect
+from configs.schema import ClusterConfig, EngineConfig, ModelConfig
 
 
 def ended(role: str = "rank", label: str = "rank 1", reason: str = "died", is_consequence: bool = False) -> Ended:
@@ -84,6 +92,16 @@ class FakeProcesses:
         return collect(self, calls, phase="load", timeout=timeout, stop=stop, clock=lambda: self.now)
 
 
+class FakeCluster(FakeProcesses):
+    """Starts processes that answer nothing but what `outcomes` says."""
+
+    def driver_node_id(self) -> str:
+        return "node"
+
+    def start_actor(self, *_: Any, where: str, **options: Any) -> Any:
+        return SimpleNamespace(call=lambda method, *arguments: Call(where, method, object()))
+
+
 class PeerLostError(Exception):
     is_consequence = True
 
@@ -122,6 +140,21 @@ def test_a_request_to_stop_ends_the_wait():
 
     with pytest.raises(InterruptedStartError):
         FakeProcesses({}).collect("rank 0", stop=stop)
+
+
+@pytest.mark.parametrize("who", ["the scheduler", "the ingress"])
+def test_a_process_that_is_lost_while_others_load_is_named_at_once(who: str):
+    config = EngineConfig(model=ModelConfig(path="model"), cluster=ClusterConfig(startup_timeout_s=1.0))
+    cluster: Any = FakeCluster({})
+    plan: Any = SimpleNamespace(device="cpu", num_threads=1, bundle={})
+    replica = Replica(0, cast(Any, SimpleNamespace(node_ids=("node",))), plan)
+    deployment = Deployment(config, cluster, "token", "id", "name", Path("model"), [replica])
+    phases = Phases(Console(file=io.StringIO()))
+    bring_up = BringUp(config, lambda: cluster, phases=phases, stop=lambda: None, with_ingress=True)
+    bring_up._start_actors(deployment, [])
+    cluster.outcomes[who] = lost(who)
+    with pytest.raises(StartupError, match=f"load: {who}: was killed"):
+        bring_up._load(deployment)
 
 
 def test_every_class_of_error_has_an_exit_code_of_its_own():
