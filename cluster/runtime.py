@@ -23,6 +23,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from cluster.deployment_errors import DeploymentError, InterruptedStartError, PlacementError, StartupError
+from cluster.descendants import descendants, end_descendants
 from cluster.placement import GroupPlan, Holder, NodeResources
 from cluster.ray_environment import LOCAL
 from cluster.waiting import ActorLostError, Call, CallFailedError
@@ -75,6 +76,7 @@ class Runtime:
         if address == LOCAL:  # its processes are our children
             os.environ["PYTHONPATH"] = python_path
         options: dict[str, Any] = {"include_dashboard": False} if address == LOCAL else {}
+        others = descendants()
         attempts = NUM_ATTEMPTS_LOCAL if address == LOCAL else 1
         for attempt in range(1, attempts + 1):
             try:
@@ -91,6 +93,8 @@ class Runtime:
                     )
                 return cls(address=address, python_path=python_path)
             except SystemExit as end:  # while it starts, Ray has a signal handler of its own
+                if address == LOCAL:  # it ends its own children, but not theirs, which look for them for a minute
+                    end_descendants(but=others)
                 raise InterruptedStartError("stopped while Ray started") from end
             except Exception as error:  # Ray raises a dozen unrelated types here
                 ray.shutdown()

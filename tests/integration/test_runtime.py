@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
 from types import SimpleNamespace
 
 import pytest
 
 from cluster import runtime
+from cluster.deployment_errors import InterruptedStartError
 
 
 class Node:
@@ -59,3 +62,18 @@ def test_a_start_that_fails_without_them_is_tried_again_with_them(monkeypatch: p
     monkeypatch.setenv("PYTHONPATH", "")
     runtime.Runtime.connect("local", python_path="/project", forward_logs=True)
     assert seen == [[None, None, "logs"], ["monitor", "dashboard", "logs"]]
+
+
+def test_a_start_that_a_signal_breaks_off_leaves_no_child_of_a_child(monkeypatch: pytest.MonkeyPatch):
+    families: list[subprocess.Popen[bytes]] = []
+
+    def init(**_: object) -> None:
+        families.append(subprocess.Popen(["sh", "-c", "sleep 60 & echo $!; wait"], stdout=subprocess.PIPE))
+        raise SystemExit(15)
+
+    monkeypatch.setattr(runtime.ray, "init", init)
+    monkeypatch.setenv("PYTHONPATH", "")
+    with pytest.raises(InterruptedStartError):
+        runtime.Runtime.connect("local", python_path="/project")
+    families[0].communicate(timeout=10)  # ends when nobody holds the pipe any more
+    assert families[0].returncode == -signal.SIGKILL
