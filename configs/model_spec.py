@@ -86,7 +86,7 @@ class ModelSpec:
         try:
             return cls(directory=path, **_read_fields(config, generation))
         except KeyError as error:
-            raise ValueError(f"{path / 'config.json'} lacks the key {error}") from None
+            raise ValueError(f"{path / 'config.json'} lacks the key {error}; fetch the file again, or add it") from None
         except ValueError as error:
             raise ValueError(f"{path / 'config.json'}: {error}") from None
         except (TypeError, AttributeError, LookupError, ArithmeticError) as error:
@@ -118,7 +118,7 @@ def _read_json(path: Path) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     except (ValueError, RecursionError, OSError) as error:
-        raise ValueError(f"{path} cannot be read: {error}") from error
+        raise ValueError(f"{path} cannot be read: {error}; fetch the file again") from error
     if not isinstance(content, dict):
         raise ValueError(f"{path} is not a JSON object; fetch the file again")
     return content

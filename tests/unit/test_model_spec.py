@@ -179,7 +179,7 @@ def test_generation_config_decides_the_end_of_a_text(tmp_path: Path) -> None:
         ({"num_experts": 8}, "mixtures of experts"),
         ({"num_key_value_heads": 4}, "9 attention heads do not form equal groups over 4"),
         ({"torch_dtype": "float64"}, "weights of type float64 are not supported"),
-        ({"hidden_size": ...}, "lacks the key 'hidden_size'"),
+        ({"hidden_size": ...}, "lacks the key 'hidden_size'; fetch the file again, or add it"),
         ({"hidden_size": "wide"}, r"config\.json: .*'wide'"),
         ({"num_attention_heads": 0}, "num_attention_heads is 0; a model has at least 1"),
         ({"vocab_size": -5}, "vocab_size is -5"),
