@@ -6,23 +6,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.support.cpu_kernels import linear, loaded, read_back, variants_here
-from workers.kernels.cpu.library import Format, PackedMatrix, Pool, Then
+from tests.support.cpu_kernels import linear, read_back
+from workers.kernels.cpu.library import Format, PackedMatrix, Then
 
 SHAPES = [(96, 64), (70, 130), (33, 1), (5, 7), (40, 1100)]  # outputs, inputs
 ROWS = (1, 3, 12, 13, 17, 33, 70, 300)
 WITHOUT_CODES = ("neon", "portable")
 FAR_OFF = (3e4, -2e-30, 1e-39, 700.0, -5e20)  # from weights of about 0.1
-
-
-@pytest.fixture(scope="module", params=variants_here())
-def kernels(request):
-    return loaded(request.param)
-
-
-@pytest.fixture(scope="module", params=[1, 2], ids=["1-thread", "2-threads"])
-def pool(request, kernels):
-    return Pool(kernels, request.param)
 
 
 def trained(*shape, seed=0):

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.support.cpu_kernels import attend, linear, loaded, read_back, rms_norm, store_kv, variants_here
+from tests.support.cpu_kernels import attend, linear, read_back, rms_norm, store_kv
 from workers.attention.base import AttentionMetadata, AttentionParams
 from workers.attention.reference import ReferenceBackend
 from workers.kernels.cpu.library import Format, PackedMatrix, Pool, Then
@@ -23,16 +23,6 @@ KV_TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-5, torch.int8: 1e-4}  # 
 NAN_BYTE = 255  # NaN in every floating-point type, and in the scale of int8
 TOLERANCE = {Format.FLOAT32: 2e-6, Format.BFLOAT16: 2e-6, Format.INT8: 2e-4, Format.INT4: 2e-4}
 INT4_ROWS_IN_16_BITS = 33  # with AMX, weights in 4 bits are rounded to bfloat16 numbers for so many rows
-
-
-@pytest.fixture(scope="module", params=variants_here())
-def kernels(request):
-    return loaded(request.param)
-
-
-@pytest.fixture(scope="module", params=[1, 2], ids=["1-thread", "2-threads"])
-def pool(request, kernels):
-    return Pool(kernels, request.param)
 
 
 def random(*shape, seed=0, scale=1.0):

@@ -8,7 +8,6 @@ import math
 import pytest
 import torch
 
-from tests.support.cpu_kernels import loaded, variants_here
 from workers.cpu_sampler import CpuSampler
 from workers.kernels.cpu.library import Pool
 from workers.sampler import DrawnRows, SamplingRows, choose_with_torch
@@ -17,11 +16,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 INFINITY = math.inf
 VOCAB_SIZES = [1, 5, 255, 256, 257, 1003, 9000]  # whole blocks and not, above PyTorch's candidates and below
-
-
-@pytest.fixture(scope="module", params=variants_here())
-def kernels(request):
-    return loaded(request.param)
 
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["1-thread", "2-threads"])
