@@ -23,7 +23,8 @@ class Pool {
 
   // body(chunk, thread) for each chunk of 0 .. num_chunks - 1; returns when all are done. A thread begins with those
   // from its `first_chunk` on, one after the other, so that what it reads lies in a row; then it takes the last ones of
-  // others. One caller at a time; a body must not call run. What it throws while threads share the loop ends the process.
+  // others. One caller at a time; a body must not call run. What it throws while threads share the loop ends the
+  // process.
   template <typename Body>
   void run(int64_t num_chunks, const Body& body) {
     if (num_chunks <= 1 || helpers_.empty()) {
