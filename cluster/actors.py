@@ -7,18 +7,17 @@ never has to import what raised them. `workers` and torch are imported by `Worke
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import os
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cluster.collector import settle, uncollected
 from cluster.deployment_errors import PlacementError
 from cluster.identity import Identity, base_versions, model_fingerprint, source_root
 from cluster.preparation import run_preparation
@@ -111,7 +110,7 @@ class WorkerActor:
         """What this process runs and what device it was given; imports torch."""
         from cluster import runtime
 
-        with _uncollected():
+        with uncollected():
             from workers import worker  # noqa: F401 - `load` will need it; imports torch
             from workers.probe import describe_device
 
@@ -193,7 +192,7 @@ class WorkerActor:
             config=self.config.cluster,
         )
         self._said.close()
-        _settle()
+        settle()
         try:
             if self.worker.device.type == "cuda":
                 channel.serve_ahead(Steps(self.worker.launch, self.worker.collect, lambda pending: pending.is_done()))
@@ -223,7 +222,7 @@ class SchedulerActor(_Staying):
     @reporting
     def listen(self, host: str) -> Address:
         """Bind and hold; `host` empty: this node's address, whatever node that is."""
-        with _uncollected():
+        with uncollected():
             from cluster import engine, runtime  # noqa: F401 - `start` needs the former, when all others are ready
             from scheduler import scheduler  # noqa: F401
 
@@ -267,7 +266,7 @@ class SchedulerActor(_Staying):
     def run(self) -> tuple[str, bool]:
         """Wait for the end of the engine: the root error, if it was not stopped, and whether that is secondhand."""
         loop = self._running()
-        _settle()
+        settle()
         while (status := loop.status()).state not in ("failed", "stopped"):
             time.sleep(STATUS_POLL_S)
         return (status.reason, loop.is_reason_secondhand) if status.state == "failed" else ("", False)
@@ -313,7 +312,7 @@ class IngressActor(_Staying):
     @reporting
     def prepare(self, model_directory: str) -> None:
         """Import and read everything that `run` needs, while others load weights."""
-        with _uncollected():
+        with uncollected():
             import uvicorn  # noqa: F401
 
             from cluster.ingress import app  # noqa: F401
@@ -339,7 +338,7 @@ class IngressActor(_Staying):
                 app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=INGRESS_FLUSH_S
             )
         )
-        _settle()
+        settle()
         asyncio.run(_serve_http(frontend, self.server, self.socket))
 
     @reporting
@@ -355,23 +354,6 @@ class IngressActor(_Staying):
         """Close the door, let answers that are complete reach their clients."""
         if self.server:
             self.server.should_exit = True
-
-
-@contextmanager
-def _uncollected() -> Iterator[None]:
-    """For imports: hundreds of thousands of objects that stay, and that the collector never visits."""
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.freeze()
-        gc.enable()
-
-
-def _settle() -> None:
-    """What a process has made by now stays: the collector need not go through it again and again between two steps."""
-    gc.collect()
-    gc.freeze()
 
 
 async def _serve_http(frontend: Frontend, server: Any, bound: socket.socket) -> None:

@@ -16,7 +16,7 @@ from typing import Any, Self
 
 from cluster.errors import InvalidRequest, Overloaded, Unavailable
 from cluster.generation import Delta, Generation, GenerationOptions
-from cluster.protocol import Status, pack_tokens, size_of_scores
+from cluster.protocol import Status, size_of_scores
 from cluster.replica_client import ReplicaClient
 from cluster.router import Router
 from cluster.text.processor import TextProcessor
@@ -142,7 +142,6 @@ class Frontend:
                 f"of {limit} tokens; shorten it",
                 parameter="prompt",
             )
-        pack_tokens([*prompt_ids])  # refuses numbers that the router could not take either
         if params.prompt_logprobs is not None and size_of_scores(len(prompt_ids), params.prompt_logprobs) > MAX_SCORES:
             raise InvalidRequest(
                 f"the log-probabilities of {len(prompt_ids)} prompt tokens are too many for one answer; "

@@ -19,6 +19,8 @@ from scheduler.sampling_params import SamplingParams
 EngineState = Literal["starting", "healthy", "draining", "failed", "stopped"]
 RefusalKind = Literal["invalid", "overloaded", "unavailable"]
 
+TOKEN_BYTES = 4  # of an id, packed
+
 
 class _Message(msgspec.Struct, array_like=True, tag=True, gc=False):
     pass
@@ -136,7 +138,7 @@ def decode_from_scheduler(payload: bytes) -> FromScheduler:
 
 
 def pack_tokens(token_ids: list[int]) -> bytes:
-    """Raises: InvalidRequest, where an id cannot even be a token id."""
+    """TOKEN_BYTES for each. Raises: InvalidRequest, where an id cannot even be a token id."""
     try:
         return np.array(token_ids, dtype="<i4").tobytes()
     except (OverflowError, ValueError) as error:
@@ -145,7 +147,7 @@ def pack_tokens(token_ids: list[int]) -> bytes:
 
 def unpack_tokens(data: bytes) -> list[int]:
     """Raises: ProtocolError."""
-    if len(data) % 4:
+    if len(data) % TOKEN_BYTES:
         raise ProtocolError(f"{len(data)} bytes are no whole number of token ids")
     tokens: list[int] = np.frombuffer(data, "<i4").tolist()
     return tokens

@@ -8,10 +8,12 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 
-import numpy as np
 import xxhash
 
+from cluster.protocol import TOKEN_BYTES, pack_tokens
+
 CHUNK_TOKENS = 64
+CHUNK_BYTES = CHUNK_TOKENS * TOKEN_BYTES
 MAX_CHUNKS_HASHED = 256
 MAX_REMEMBERED = 65_536
 
@@ -24,7 +26,10 @@ class Router:
         self._holders: OrderedDict[bytes, int] = OrderedDict()
 
     def order(self, token_ids: Sequence[int], loads: Sequence[int | None], cache_salt: str = "") -> list[int]:
-        """Replicas that are up (`loads` not None), best first."""
+        """Replicas that are up (`loads` not None), best first.
+
+        Raises: InvalidRequest, where a prefix that could be remembered holds numbers that are no token ids.
+        """
         idlest_first = sorted((load, replica) for replica, load in enumerate(loads) if load is not None)
         order = [replica for _, replica in idlest_first]
         if len(order) < 2:
@@ -56,8 +61,8 @@ class Router:
 def _chunk_keys(token_ids: Sequence[int], cache_salt: str) -> Iterator[bytes]:
     """One key for each whole chunk, chained, so that it stands for all tokens up to its end."""
     num_chunks = min(len(token_ids) // CHUNK_TOKENS, MAX_CHUNKS_HASHED)
-    tokens = np.asarray(token_ids[: num_chunks * CHUNK_TOKENS], dtype=np.int64)
+    tokens = pack_tokens([*token_ids[: num_chunks * CHUNK_TOKENS]])
     key = cache_salt.encode()
-    for chunk in tokens.reshape(num_chunks, CHUNK_TOKENS):
-        key = xxhash.xxh3_128_digest(key + chunk.tobytes())
+    for chunk in range(num_chunks):
+        key = xxhash.xxh3_128_digest(key + tokens[chunk * CHUNK_BYTES : (chunk + 1) * CHUNK_BYTES])
         yield key

@@ -5,7 +5,8 @@ from __future__ import annotations
 import gc
 import logging
 
-from cluster.actors import _Said, _uncollected
+from cluster.actors import _Said
+from cluster.collector import uncollected
 
 
 def test_what_a_rank_chose_is_kept_until_it_serves_and_then_logged_as_before():
@@ -24,7 +25,7 @@ def test_what_a_rank_chose_is_kept_until_it_serves_and_then_logged_as_before():
 
 def test_what_is_imported_is_never_visited_by_the_collector_which_works_again_afterwards():
     try:
-        with _uncollected():
+        with uncollected():
             assert not gc.isenabled()
             made = [[] for _ in range(1000)]
         assert gc.isenabled()
