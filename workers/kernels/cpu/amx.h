@@ -2,6 +2,7 @@
 // bytes of k; a step here is 32 rows by one panel. Absent from other builds, and unused where the system refuses it.
 #pragma once
 
+#include "digits.h"
 #include "matrix.h"
 
 #if defined(__AMX_INT8__) && defined(__AMX_BF16__) && defined(__linux__)
@@ -22,15 +23,15 @@ constexpr int64_t kMinAmxRows = 16;  // below it reading the weights takes longe
 
 constexpr int64_t kAmxRows = 32;
 
-// Tiles configured while it lives: sums are 16 rows of 64 bytes, as are the operands where `depth` is 64. Else a row of
-// activations is so many bytes, and as many rows of weights belong to it.
+// Tiles configured while it lives: sums are `num_rows` of 64 bytes, as many as of activations, fewer of which take less
+// time. A row of activations is `depth` bytes, and as many rows of weights belong to it.
 class AmxScope {
  public:
-  explicit AmxScope(int depth = 64) {
+  explicit AmxScope(int num_rows = 16, int depth = 64) {
     alignas(64) uint8_t config[64] = {1};
     for (int i = 0; i < 8; ++i) {
       config[16 + 2 * i] = i == 4 || i == 5 ? depth : 64;
-      config[48 + i] = i >= 6 ? depth / 4 : 16;
+      config[48 + i] = i >= 6 ? depth / 4 : num_rows;
     }
     // GCC's intrinsic says that it reads 8 bytes; this says that all of them matter.
     asm volatile("" : : "r"(config) : "memory");
@@ -69,70 +70,113 @@ struct TileWeights {
   bool fresh = false;  // they come from memory
 };
 
-// Sums [16 or 32][kPanel] of up to 32 rows. Rows past `count` are read (they belong to the same buffer) and come out
-// as anything; a second tile that no row needs is left out. Tiles take many cycles for few instructions: `meanwhile` is
-// called between them, to do something else.
-#define ANTIPHON_AMX_SUM(dot, Element, per_tile)                                             \
-  before_tiles();                                                                            \
-  const bool both = count > 16;                                                              \
-  if (pass.more) {                                                                           \
-    _tile_loadd(0, sums, kPanel * 4);                                                        \
-    _tile_loadd(1, sums + 16, kPanel * 4);                                                   \
-    _tile_loadd(2, sums + 16 * kPanel, kPanel * 4);                                          \
-    _tile_loadd(3, sums + 16 * kPanel + 16, kPanel * 4);                                     \
-  } else {                                                                                   \
-    _tile_zero(0);                                                                           \
-    _tile_zero(1);                                                                           \
-    _tile_zero(2);                                                                           \
-    _tile_zero(3);                                                                           \
-  }                                                                                          \
-  const int64_t tile_bytes = 16 * kPanel * 4, a_bytes = stride * sizeof(Element);            \
-  int64_t at = weights.start;                                                                \
-  for (int64_t i = 0; i < k; i += per_tile, at += tile_bytes) {                              \
-    const char* w = weights.base + (at & weights.mask);                                      \
-    if (pass.streaming) {                                                                    \
-      _tile_stream_loadd(4, a + i, a_bytes);                                                 \
-    } else {                                                                                 \
-      _tile_loadd(4, a + i, a_bytes);                                                        \
-    }                                                                                        \
-    if (pass.fresh) prefetch_tiles<0>(w);                                                    \
-    _tile_loadd(6, w, kPanel * 4);                                                           \
-    if (pass.fresh) prefetch_tiles<1>(w);                                                    \
-    dot(0, 4, 6);                                                                            \
-    if (pass.fresh) prefetch_tiles<2>(w);                                                    \
-    _tile_loadd(7, w + 64, kPanel * 4);                                                      \
-    if (pass.fresh) prefetch_tiles<3>(w);                                                    \
-    dot(1, 4, 7);                                                                            \
-    meanwhile();                                                                             \
-    if (both) {                                                                              \
-      if (pass.streaming) {                                                                  \
-        _tile_stream_loadd(5, a + 16 * stride + i, a_bytes);                                 \
-      } else {                                                                               \
-        _tile_loadd(5, a + 16 * stride + i, a_bytes);                                        \
-      }                                                                                      \
-      dot(2, 5, 6);                                                                          \
-      dot(3, 5, 7);                                                                          \
-    }                                                                                        \
-  }                                                                                          \
-  _tile_stored(0, sums, kPanel * 4);                                                         \
-  _tile_stored(1, sums + 16, kPanel * 4);                                                    \
-  if (both) {                                                                                \
-    _tile_stored(2, sums + 16 * kPanel, kPanel * 4);                                         \
-    _tile_stored(3, sums + 16 * kPanel + 16, kPanel * 4);                                    \
+// Up to 32 rows of activations, in one tile of 16 of them or two. A row of more than one digit is their sum.
+template <typename Element>
+struct TileRows {
+  const Element* start;
+  int64_t count;
+  int64_t stride, tile_stride, depth_stride;  // to the next row, the second tile's rows, and the next tile of k
+  int num_digits = 1;
+  int64_t digit_stride = 0;
+};
+
+// Rows `row`, a multiple of 16, and those that follow; from k, a multiple of 32, on.
+ANTIPHON_INLINE TileRows<bf16> tile_rows(const DigitRows& rows, int64_t row, int64_t count, int64_t k) {
+  constexpr int64_t kTile = DigitRows::kTile;
+  return {rows.at(row, k), count, DigitRows::kDepth, rows.num_digits * DigitRows::kRows * rows.stride,
+          rows.num_digits * kTile, rows.num_digits, kTile};
+}
+
+// Sums [16 or 32][kPanel] of products, rows of them `sums_stride` apart. Rows past `rows.count` are read (they belong to
+// the same buffer) and come out as anything. Four tiles hold the sums, of two tiles of rows by both halves of the panel:
+// where there are no more than 16 rows, the second one is a digit of the same. Tiles take many cycles for few
+// instructions: `meanwhile` is called between them, to do something else.
+#define ANTIPHON_AMX_SUM(dot, Element, per_tile)                                                  \
+  before_tiles();                                                                                 \
+  const bool both = rows.count > 16;                                                              \
+  const int64_t sum_bytes = sums_stride * 4;                                                      \
+  auto *const second_sums = sums + 16 * sums_stride;                                              \
+  _tile_zero(2);                                                                                  \
+  _tile_zero(3);                                                                                  \
+  if (pass.more) {                                                                                \
+    _tile_loadd(0, sums, sum_bytes);                                                              \
+    _tile_loadd(1, sums + 16, sum_bytes);                                                         \
+    if (both) {                                                                                   \
+      _tile_loadd(2, second_sums, sum_bytes);                                                     \
+      _tile_loadd(3, second_sums + 16, sum_bytes);                                                \
+    }                                                                                             \
+  } else {                                                                                        \
+    _tile_zero(0);                                                                                \
+    _tile_zero(1);                                                                                \
+  }                                                                                               \
+  const int num_tiles = both ? 2 * rows.num_digits : rows.num_digits;                             \
+  const int64_t second = both ? rows.tile_stride : rows.digit_stride;                             \
+  const int64_t next_two = both ? rows.digit_stride : 2 * rows.digit_stride;                      \
+  const int64_t row_bytes = rows.stride * sizeof(Element);                                        \
+  const Element* row_tiles = rows.start;                                                          \
+  int64_t at = weights.start;                                                                     \
+  for (int64_t i = 0; i < k; i += per_tile, at += 16 * kPanel * 4, row_tiles += rows.depth_stride) {\
+    const char* w = weights.base + (at & weights.mask);                                           \
+    const Element* a = row_tiles;                                                                 \
+    ANTIPHON_AMX_ROWS(4, a);                                                                      \
+    if (pass.fresh) prefetch_tiles<0>(w);                                                         \
+    _tile_loadd(6, w, kPanel * 4);                                                                \
+    if (pass.fresh) prefetch_tiles<1>(w);                                                         \
+    dot(0, 4, 6);                                                                                 \
+    if (pass.fresh) prefetch_tiles<2>(w);                                                         \
+    _tile_loadd(7, w + 64, kPanel * 4);                                                           \
+    if (pass.fresh) prefetch_tiles<3>(w);                                                         \
+    dot(1, 4, 7);                                                                                 \
+    meanwhile();                                                                                  \
+    for (int tile = 1; tile < num_tiles; ++tile) {                                                \
+      ANTIPHON_AMX_ROWS(5, a + second);                                                           \
+      dot(2, 5, 6);                                                                               \
+      dot(3, 5, 7);                                                                               \
+      if (++tile == num_tiles) break;                                                             \
+      a += next_two;                                                                              \
+      ANTIPHON_AMX_ROWS(4, a);                                                                    \
+      dot(0, 4, 6);                                                                               \
+      dot(1, 4, 7);                                                                               \
+    }                                                                                             \
+  }                                                                                               \
+  _tile_stored(0, sums, sum_bytes);                                                               \
+  _tile_stored(1, sums + 16, sum_bytes);                                                          \
+  if (both) {                                                                                     \
+    _tile_stored(2, second_sums, sum_bytes);                                                      \
+    _tile_stored(3, second_sums + 16, sum_bytes);                                                 \
+  }
+
+#define ANTIPHON_AMX_ROWS(tile, rows)             \
+  if (pass.streaming) {                           \
+    _tile_stream_loadd(tile, rows, row_bytes);    \
+  } else {                                        \
+    _tile_loadd(tile, rows, row_bytes);           \
   }
 
 template <typename Meanwhile>
-ANTIPHON_INLINE void amx_sum(const uint8_t* a, int64_t stride, const TileWeights& weights, int64_t k, int64_t count,
-                             const AmxPass& pass, int32_t* sums, const Meanwhile& meanwhile) {
+ANTIPHON_INLINE void amx_sum(const TileRows<uint8_t>& rows, const TileWeights& weights, int64_t k, const AmxPass& pass,
+                             int32_t* sums, int64_t sums_stride, const Meanwhile& meanwhile) {
   ANTIPHON_AMX_SUM(_tile_dpbusd, uint8_t, 64);
 }
 
 template <typename Meanwhile>
-ANTIPHON_INLINE void amx_sum(const bf16* a, int64_t stride, const TileWeights& weights, int64_t k, int64_t count,
-                             const AmxPass& pass, float* sums, const Meanwhile& meanwhile) {
+ANTIPHON_INLINE void amx_sum(const TileRows<bf16>& rows, const TileWeights& weights, int64_t k, const AmxPass& pass,
+                             float* sums, int64_t sums_stride, const Meanwhile& meanwhile) {
   ANTIPHON_AMX_SUM(_tile_dpbf16ps, bf16, 32);
+  if (!both && rows.num_digits > 1) {
+    alignas(64) float others[16 * kPanel];
+    _tile_stored(2, others, kPanel * 4);
+    _tile_stored(3, others + 16, kPanel * 4);
+    before_tiles();  // which the compiler has not seen written
+    for (int64_t row = 0; row < rows.count; ++row) {
+      for (int i = 0; i < kPanel; i += W) {
+        store(sums + row * sums_stride + i, load(sums + row * sums_stride + i) + load(others + row * kPanel + i));
+      }
+    }
+  }
 }
 
+#undef ANTIPHON_AMX_ROWS
 #undef ANTIPHON_AMX_SUM
 
 #endif

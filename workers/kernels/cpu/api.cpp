@@ -40,23 +40,22 @@ int32_t status_of(const Body& body) {
 void linear(Pool& pool, const Matrix& matrix, const float* x, int64_t m, Then then, float soft_cap, float* out) {
   constexpr int64_t kSlack = 64;  // tile registers are loaded whole
   const int64_t k = matrix.k, padded_k = matrix.padded_k, stride = padded_k + kSlack;
-  const int num_digits = num_digits_wanted(matrix, m);
   const int64_t sums_stride = stride / kInt4Group, unpacked_stride = unpacked_size(matrix);
   Buffer padded;
   padded.reserve(m + kSlack, k);
   std::vector<uint8_t> numbers(2 * (m + kSlack) * stride);
   std::vector<float> scales(m), group_sums((m + kSlack) * sums_stride);
-  std::vector<bf16> digits(num_digits * (m + kSlack) * stride);
+  std::vector<bf16> digits(kMostDigits * (m + kSlack) * stride);
+  const DigitRows digit_rows{digits.data(), stride, num_digits_wanted(matrix, m)};
   const Memory<char> unpacked = take<char>(pool.size() * unpacked_stride);
   for (int64_t row = 0; row < m; ++row) {
     memcpy(padded.row(row), x + row * k, k * 4);
     uint8_t* high = numbers.data() + 2 * row * stride;
     scales[row] = quantize_for(matrix, padded.row(row), high, high + stride, group_sums.data() + row * sums_stride);
-    split_row(padded.row(row), k, padded_k, num_digits, digits.data() + num_digits * row * stride, stride);
+    digit_rows.put_row(row, padded.row(row), k, padded_k);
   }
-  const Rows rows{padded.row(0), padded.stride(), numbers.data(), stride,
-                  scales.data(), group_sums.data(), sums_stride, digits.data(), stride, num_digits,
-                  unpacked.get(), unpacked_stride};
+  const Rows rows{padded.row(0),     padded.stride(), numbers.data(), stride,         scales.data(),
+                  group_sums.data(), sums_stride,     digit_rows,     unpacked.get(), unpacked_stride};
   multiply(pool, matrix, rows, m, {out, matrix.out_columns, matrix.out_columns, then, soft_cap});
 }
 

@@ -2,12 +2,9 @@
 // those of int8, whose scales are multiplied into scores and weights. Queries and softmax weights are sums of two
 // bfloat16 numbers: 16 bits of each, so next to nothing is lost of what the vectors of attention_tile.cpp keep. Of a
 // coarse call they are one bfloat16 number each, as the rows of the products around it.
-#include <type_traits>
-
 #include "amx.h"
 #include "attention_tile.h"
 #include "gemm.h"
-#include "quantize.h"
 
 namespace antiphon {
 
@@ -16,22 +13,18 @@ namespace antiphon {
 namespace {
 
 constexpr int kFineDigits = 2;
-template <int Digits>
-constexpr int64_t kRows = kAmxRows / Digits;  // query rows at once
-constexpr int64_t kWeightStride = kKeysPerChunk + 32;
 
 int64_t most_rows(const AttentionShape& shape) { return queries_per_tile(shape) * shape.group(); }
 
 struct AmxTileMemory {
-  bf16* q;  // [rows, digits, D]
+  DigitRows q;           // [rows, D]
   bf16 *keys, *values;  // panels: [chunk / kPanel][D / 2][kPanel][2]; [D / kPanel][chunk / 2][kPanel][2]
-  bf16* digits;         // [kRows, digits, kWeightStride], of softmax weights
+  DigitRows digits;      // [kAmxRows, chunk], of softmax weights
   float *key_scales, *value_scales;  // [chunk]
   float* scores;                     // [kAmxRows, kScoreStride]
-  float* products;                   // [kAmxRows, kPanel]
   float *sums, *largest, *weights;   // [rows, D], [rows], [rows]
 
-  AmxTileMemory(float* memory, const AttentionShape& shape) {
+  AmxTileMemory(float* memory, const AttentionShape& shape, int num_digits) {
     const int64_t rows = most_rows(shape), dim = shape.head_dim;
     auto halves = [&](int64_t count) {
       auto* start = reinterpret_cast<bf16*>(memory);
@@ -43,15 +36,14 @@ struct AmxTileMemory {
       memory += count;
       return start;
     };
-    q = halves((rows * kFineDigits + kAmxRows) * dim);
+    q = {halves((rows + kAmxRows) * num_digits * dim), dim, num_digits};
     keys = halves(kKeysPerChunk * dim);
     values = halves(kKeysPerChunk * dim);
-    digits = halves(kAmxRows * kWeightStride);
+    digits = {halves(kAmxRows * num_digits * kKeysPerChunk), kKeysPerChunk, num_digits};
     key_scales = floats(kKeysPerChunk);
     value_scales = floats(kKeysPerChunk);
     scores = floats(kAmxRows * kScoreStride);
-    products = floats(kAmxRows * kPanel);
-    sums = floats(rows * dim);
+    sums = floats((rows + kAmxRows) * dim);
     largest = floats(rows);
     weights = floats(rows);
     end = memory;
@@ -119,33 +111,20 @@ void gather_chunk(const AttentionCall& call, const AttentionTask& task, int64_t 
   }
 }
 
-// out [rows, stride] = products of `count` rows, whose digits are added up; or is added to.
-template <int Digits>
-ANTIPHON_INLINE void take_products(const float* products, int64_t count, bool add, float* out, int64_t stride) {
-  for (int64_t r = 0; r < count; ++r) {
-    for (int64_t i = 0; i < kPanel; i += W) {
-      Vec sum = load(products + Digits * r * kPanel + i);
-      if constexpr (Digits > 1) sum += load(products + (Digits * r + 1) * kPanel + i);
-      store(out + r * stride + i, add ? load(out + r * stride + i) + sum : sum);
-    }
-  }
-}
-
 void multiply_by(const float* scales, int64_t n, float* row) {
   for (int64_t i = 0; i < n; i += W) store(row + i, load(row + i) * load(scales + i));
 }
 
 // `count` rows against keys start .. start + n - 1.
-template <typename T, int Digits>
+template <typename T>
 void add_row_block(const AttentionCall& call, const TilePlace& place, int64_t row, int64_t count, int64_t start,
                    int64_t n, const AmxTileMemory& m) {
   const int64_t last_position = place.position_of(row + count - 1), dim = call.shape.head_dim;
   if (start > last_position || start + n <= place.first_key_of(row)) return;
   const int64_t seen = std::min(n, last_position - start + 1), padded = round_up<int64_t>(seen, kPanel);
+  const TileRows<bf16> queries = tile_rows(m.q, row, count, 0);
   for (int64_t j = 0; j < padded; j += kPanel) {
-    const bf16* panel = m.keys + j * dim;
-    amx_sum(m.q + row * Digits * dim, dim, panel, dim, Digits * count, {}, m.products, [] {});
-    take_products<Digits>(m.products, count, false, m.scores + j, kScoreStride);
+    amx_sum(queries, m.keys + j * dim, dim, {}, m.scores + j, kScoreStride, [] {});
   }
   for (int64_t r = 0; r < count; ++r) {
     const int64_t from = std::max<int64_t>(0, place.first_key_of(row + r) - start);
@@ -154,23 +133,23 @@ void add_row_block(const AttentionCall& call, const TilePlace& place, int64_t ro
     if constexpr (kHasScale<T>) multiply_by(m.key_scales, seen, scores);
     soften_row(scores, from, to, seen, call.soft_cap, m.largest[row + r], m.weights[row + r], sums, dim);
     if constexpr (kHasScale<T>) multiply_by(m.value_scales, seen, scores);
-    split_row(scores, seen, padded, Digits, m.digits + r * Digits * kWeightStride, kWeightStride);
+    m.digits.put_row(r, scores, seen, padded);
   }
+  const TileRows<bf16> weights = tile_rows(m.digits, 0, count, 0);
+  AmxPass pass;
+  pass.more = true;
   for (int64_t d = 0; d < dim; d += kPanel) {
-    const bf16* panel = m.values + d * kKeysPerChunk;
-    amx_sum(m.digits, kWeightStride, panel, padded, Digits * count, {}, m.products, [] {});
-    take_products<Digits>(m.products, count, true, m.sums + row * dim + d, dim);
+    amx_sum(weights, m.values + d * kKeysPerChunk, padded, pass, m.sums + row * dim + d, dim, [] {});
   }
 }
 
-template <int Digits>
 void load_queries(const AttentionCall& call, const TilePlace& place, const AmxTileMemory& m) {
   const int64_t dim = call.shape.head_dim;
   for (int64_t r = 0; r < place.rows; ++r) {
     const float* q = call.q + place.offset_of(r, call.q_stride);
     float* scaled = m.sums + r * dim;
     for (int64_t d = 0; d < dim; d += W) store(scaled + d, load(q + d) * call.scale);
-    split_row(scaled, dim, dim, Digits, m.q + r * Digits * dim, dim);
+    m.q.put_row(r, scaled, dim, dim);
     for (int64_t d = 0; d < dim; d += W) store(scaled + d, Vec{});
     m.largest[r] = kLowest;
     m.weights[r] = 0;
@@ -185,30 +164,25 @@ bool serves_amx_tiles(const AttentionShape& shape, KvFormat format) {
 
 int64_t amx_tile_scratch_size(const AttentionShape& shape) {
   if (shape.num_kv_heads == 0 || shape.head_dim % kPanel != 0) return 0;
-  return AmxTileMemory(nullptr, shape).end - static_cast<const float*>(nullptr);
+  return AmxTileMemory(nullptr, shape, kFineDigits).end - static_cast<const float*>(nullptr);
 }
 
 void attend_tile_amx(const AttentionCall& call, const AttentionTask& task, int32_t window, float* buffer) {
-  const AmxTileMemory memory(buffer, call.shape);
+  const AmxTileMemory memory(buffer, call.shape, call.coarse ? 1 : kFineDigits);
   const TilePlace place(call, task, window);
   const AmxScope scope;
-  auto add_chunks = [&](auto number, auto digits) {
+  load_queries(call, place, memory);
+  auto add_chunks = [&](auto number) {
     using T = decltype(number);
-    constexpr int kDigits = decltype(digits)::value;
-    load_queries<kDigits>(call, place, memory);
     for (int64_t start = place.first_key; start < place.end_key; start += kKeysPerChunk) {
       const int64_t n = std::min(kKeysPerChunk, place.end_key - start);
       gather_chunk<T>(call, task, start, n, memory);
-      for (int64_t row = 0; row < place.rows; row += kRows<kDigits>) {
-        const int64_t count = std::min(kRows<kDigits>, place.rows - row);
-        add_row_block<T, kDigits>(call, place, row, count, start, n, memory);
+      for (int64_t row = 0; row < place.rows; row += kAmxRows) {
+        add_row_block<T>(call, place, row, std::min(kAmxRows, place.rows - row), start, n, memory);
       }
     }
   };
-  auto add_digits = [&](auto digits) {
-    call.cache.format == KvFormat::kInt8 ? add_chunks(int8_t{}, digits) : add_chunks(bf16{}, digits);
-  };
-  call.coarse ? add_digits(std::integral_constant<int, 1>()) : add_digits(std::integral_constant<int, kFineDigits>());
+  call.cache.format == KvFormat::kInt8 ? add_chunks(int8_t{}) : add_chunks(bf16{});
   write_tile(call, place, memory.sums, call.shape.head_dim, memory.weights);
 }
 

@@ -150,13 +150,11 @@ Rows Decoder::prepare(const Matrix& matrix, const Buffer& input, int64_t width, 
     rows.group_sums = group_sums_.get();
     rows.group_sums_stride = group_sums_stride_;
   } else {
-    rows.digits = digits_.get();
-    rows.digits_stride = operand_stride_;
-    rows.num_digits = num_digits_wanted(matrix, num_rows);
+    rows.digits = {digits_.get(), operand_stride_, num_digits_wanted(matrix, num_rows)};
   }
-  const bool as_it_is = !in_numbers && rows.num_digits == 0;
+  const bool as_it_is = !in_numbers && rows.digits.num_digits == 0;
   if (norm == nullptr && as_it_is) return rows;
-  for_rows(num_rows, width * (1 + rows.num_digits), [&](int64_t row, int thread) {
+  for_rows(num_rows, width * (1 + rows.digits.num_digits), [&](int64_t row, int thread) {
     float* values = input.row(row);
     if (norm != nullptr) {
       if (!as_it_is) values = row_of_thread_.row(thread);  // nobody reads it later
@@ -166,9 +164,8 @@ Rows Decoder::prepare(const Matrix& matrix, const Buffer& input, int64_t width, 
       uint8_t* numbers = numbers_.get() + 2 * row * operand_stride_;
       float* group_sums = group_sums_.get() + row * group_sums_stride_;
       scales_[row] = quantize_for(matrix, values, numbers, numbers + operand_stride_, group_sums);
-    } else if (rows.num_digits > 0) {
-      bf16* digits = digits_.get() + row * rows.num_digits * operand_stride_;
-      split_row(values, width, matrix.padded_k, rows.num_digits, digits, operand_stride_);
+    } else if (rows.digits.num_digits > 0) {
+      rows.digits.put_row(row, values, width, matrix.padded_k);
     }
   });
   return rows;
@@ -245,18 +242,13 @@ Rows Decoder::run_inner(const Layer& layer, int64_t num_tokens) {
     return prepare(*layer.down, inner_, description_.inner, num_tokens);
   }
   out.data = nullptr;
-  out.digits = inner_digits_.get();
-  out.num_digits = num_digits;
-  out.stride = operand_stride_;
+  out.digits = {inner_digits_.get(), operand_stride_, num_digits};
   multiply(pool_, *layer.gate_up, rows, num_tokens, out);
-  const int64_t not_written = layer.down->padded_k - out.columns;  // up to whole tiles; NaNs there would spread
-  for (int64_t row = 0; not_written > 0 && row < num_tokens * num_digits; ++row) {
-    memset(out.digits + row * out.stride + out.columns, 0, not_written * sizeof(bf16));
+  for (int64_t row = 0; out.columns < layer.down->padded_k && row < num_tokens; ++row) {
+    for (int64_t k = out.columns; k < layer.down->padded_k; k += W) out.digits.put(row, k, Vec{});  // not what was there
   }
   Rows inner = rows;
   inner.digits = out.digits;
-  inner.digits_stride = out.stride;
-  inner.num_digits = num_digits;
   return inner;
 }
 

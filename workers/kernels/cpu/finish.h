@@ -7,8 +7,8 @@
 namespace antiphon {
 
 ANTIPHON_INLINE void write(const Output& out, int64_t row, int64_t column, Vec v) {
-  if (out.digits != nullptr) {
-    split(v, out.num_digits, out.digits + row * out.num_digits * out.stride + column, out.stride);
+  if (out.digits.num_digits > 0) {
+    out.digits.put(row, column, v);
     return;
   }
   float* target = out.data + row * out.stride + column;

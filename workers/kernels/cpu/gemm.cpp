@@ -50,13 +50,13 @@ Rows rows_from(Rows rows, int64_t first) {
   if (rows.numbers != nullptr) rows.numbers += 2 * first * rows.numbers_stride;
   if (rows.scales != nullptr) rows.scales += first;
   if (rows.group_sums != nullptr) rows.group_sums += first * rows.group_sums_stride;
-  if (rows.digits != nullptr) rows.digits += first * rows.num_digits * rows.digits_stride;
+  rows.digits = rows.digits.from(first);
   return rows;
 }
 
 Output output_from(Output out, int64_t first) {
   if (out.data != nullptr) out.data += first * out.stride;
-  if (out.digits != nullptr) out.digits += first * out.num_digits * out.stride;
+  out.digits = out.digits.from(first);
   return out;
 }
 

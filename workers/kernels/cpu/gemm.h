@@ -1,6 +1,7 @@
 // Products of activations with packed weights, and what is done with a result while it is in registers.
 #pragma once
 
+#include "digits.h"
 #include "matrix.h"
 #include "pool.h"
 
@@ -16,9 +17,7 @@ struct Rows {
   const float* scales;
   const float* group_sums;  // of the numbers, where the format has groups of k
   int64_t group_sums_stride;
-  const bf16* digits;  // bfloat16 numbers whose sum is the value: `num_digits` rows for one, see quantize.h
-  int64_t digits_stride;
-  int num_digits;
+  DigitRows digits;
   char* unpacked;  // room of each thread for weights that are unpacked first, `unpacked_stride` bytes each
   int64_t unpacked_stride;
 };
@@ -37,8 +36,7 @@ struct Output {
   int64_t columns;  // writable; a multiple of kPanel (W where gated) is fastest
   Then then;
   float soft_cap = 0;
-  bf16* digits = nullptr;  // instead of `data`: as a later product wants its rows, see Rows; any columns are writable
-  int num_digits = 0;
+  DigitRows digits = {};  // instead of `data`: as a later product wants its rows; any columns are writable
 };
 
 // out = rows [m, k] times the matrix's transpose, plus its bias. All threads of the pool take part.
@@ -57,7 +55,6 @@ bool wants_numbers(const Matrix& matrix, int64_t m);
 float quantize_for(const Matrix& matrix, const float* x, uint8_t* high, uint8_t* low, float* group_sums);
 // In how many bfloat16 numbers each of m rows is multiplied; 0: as it is.
 int num_digits_wanted(const Matrix& matrix, int64_t m);
-constexpr int kMostDigits = 3;
 // Bytes that each thread needs room for where the matrix is unpacked for many rows; else 0.
 int64_t unpacked_size(const Matrix& matrix);
 

@@ -19,23 +19,20 @@ constexpr int64_t kManySteps = 4;               // from here on a slice is worth
 constexpr int64_t kSlice = 36 << 10;            // bytes
 constexpr int64_t kCachedOperands = 768 << 10;  // bytes of a block's rows
 
-// Activations of each kind: `per_row` rows of operands make one of results.
+// Activations of each kind: of kRows rows at once; a row has so many rows of sums.
 struct Digits {
   using Number = bf16;
   using Weight = bf16;
   using Sum = float;
+  static constexpr int64_t kRows = kAmxRows, kRowsOfSums = 1;
   const Rows& rows;
 
-  int64_t per_row() const { return rows.num_digits; }
-  int64_t stride() const { return rows.digits_stride; }
-  const bf16* operands(int64_t row) const { return rows.digits + row * rows.num_digits * rows.digits_stride; }
+  int64_t numbers_per_row() const { return rows.digits.num_digits; }
+  TileRows<bf16> at(int64_t row, int64_t count, int64_t k) const { return tile_rows(rows.digits, row, count, k); }
 
   ANTIPHON_INLINE void take(const Matrix&, int64_t, int64_t, const float* sums, Vec& c0, Vec& c1) const {
-    c0 = c1 = Vec{};
-    for (int digit = rows.num_digits - 1; digit >= 0; --digit) {  // the smallest first
-      c0 += load(sums + digit * kPanel);
-      c1 += load(sums + digit * kPanel + W);
-    }
+    c0 = load(sums);
+    c1 = load(sums + W);
   }
 };
 
@@ -43,11 +40,14 @@ struct Numbers {
   using Number = uint8_t;
   using Weight = int8_t;
   using Sum = int32_t;
+  static constexpr int64_t kRows = kAmxRows / 2, kRowsOfSums = 2;
   const Rows& rows;
 
-  int64_t per_row() const { return 2; }
-  int64_t stride() const { return rows.numbers_stride; }
-  const uint8_t* operands(int64_t row) const { return rows.numbers + 2 * row * rows.numbers_stride; }
+  int64_t numbers_per_row() const { return 2; }
+  TileRows<uint8_t> at(int64_t row, int64_t count, int64_t k) const {
+    const uint8_t* start = rows.numbers + 2 * row * rows.numbers_stride + k;
+    return {start, 2 * count, rows.numbers_stride, 16 * rows.numbers_stride, 64};
+  }
 
   ANTIPHON_INLINE void take(const Matrix& m, int64_t panel, int64_t row, const int32_t* sums, Vec& c0, Vec& c1) const {
     IVec both[2][2];
@@ -72,7 +72,7 @@ class Unfinished {
   }
 
   ANTIPHON_INLINE void do_rows(int64_t most) {
-    for (int64_t i = std::min(most, count_); i > 0; --i, --count_, ++row_, sums_ += kind_.per_row() * kPanel) {
+    for (int64_t i = std::min(most, count_); i > 0; --i, --count_, ++row_, sums_ += Kind::kRowsOfSums * kPanel) {
       Vec c0, c1;
       kind_.take(m_, panel_, row_, sums_, c0, c1);
       finish(m_, panel_, out_, row_, c0, c1);
@@ -181,37 +181,37 @@ class Tiles {
         m_(m),
         out_(out),
         source_(source),
-        at_once_(kAmxRows / kind.per_row()),
         unfinished_(kind, m, out) {}
 
   void multiply(int64_t first_panel, int64_t last_panel, int64_t num_rows) {
-    const int64_t step_bytes = kAmxRows * m_.padded_k * static_cast<int64_t>(sizeof(typename Kind::Number));
-    const int64_t block = at_once_ * std::clamp(kCachedOperands / step_bytes, kManySteps, kMostSteps);
+    const int64_t row_bytes = kind_.numbers_per_row() * m_.padded_k * static_cast<int64_t>(sizeof(typename Kind::Number));
+    const int64_t block = kAtOnce * std::clamp(kCachedOperands / (kAtOnce * row_bytes), kManySteps, kMostSteps);
     for (int64_t row = 0; row < num_rows; row += block) {
       const int64_t last = std::min(num_rows, row + block);
-      source_.begin((last - row + at_once_ - 1) / at_once_);
+      source_.begin((last - row + kAtOnce - 1) / kAtOnce);
       for (int64_t panel = first_panel; panel < last_panel; ++panel) multiply_block(panel, row, last);
     }
   }
 
  private:
   static constexpr int64_t kTile = 64 / sizeof(typename Kind::Number);  // of k
+  static constexpr int64_t kAtOnce = Kind::kRows;
 
   void multiply_block(int64_t panel, int64_t first, int64_t last) {
-    const int64_t num_steps = (last - first + at_once_ - 1) / at_once_;
+    const int64_t num_steps = (last - first + kAtOnce - 1) / kAtOnce;
     const int64_t num_slices = source_.num_slices(num_steps);
     const int64_t slice = round_up<int64_t>((m_.padded_k + num_slices - 1) / num_slices, kTile);
     for (int64_t k = 0; k < m_.padded_k; k += slice) {
       const int64_t size = std::min(slice, m_.padded_k - k);
       const TileWeights weights = source_.slice(panel, k, size, num_steps);
       for (int64_t step = 0; step < num_steps; ++step) {
-        const int64_t row = first + step * at_once_;
+        const int64_t row = first + step * kAtOnce;
         AmxPass pass;
         pass.fresh = weights.fresh && row == 0;
         pass.streaming = num_steps >= kManySteps;
         pass.more = k > 0;
         auto* sums = sums_[num_slices > 1 ? step : next_sums_++ % 2];
-        multiply_step(weights, panel, k, size, row, std::min(at_once_, last - row), pass, sums);
+        multiply_step(weights, panel, k, size, row, std::min(kAtOnce, last - row), pass, sums);
       }
     }
   }
@@ -219,12 +219,12 @@ class Tiles {
   void multiply_step(const TileWeights& weights, int64_t panel, int64_t k, int64_t size, int64_t row, int64_t count,
                      const AmxPass& pass, typename Kind::Sum* sums) {
     const bool is_last = k + size == m_.padded_k;
-    const int64_t rows_per_tile = (kAmxRows * kTile + size - 1) / size;
+    const int64_t rows_per_tile = (kAtOnce * kTile + size - 1) / size;
     auto meanwhile = [&] {
       unfinished_.do_rows(rows_per_tile);
       source_.meanwhile();
     };
-    amx_sum(kind_.operands(row) + k, kind_.stride(), weights, size, count * kind_.per_row(), pass, sums, meanwhile);
+    amx_sum(kind_.at(row, count, k), weights, size, pass, sums, kPanel, meanwhile);
     if (is_last) unfinished_.set(panel, row, count, sums);
   }
 
@@ -232,7 +232,6 @@ class Tiles {
   const Matrix& m_;
   const Output& out_;
   Source& source_;
-  const int64_t at_once_;
   int64_t next_sums_ = 0;
   alignas(64) typename Kind::Sum sums_[kMostSteps][kAmxRows * kPanel];  // two of them where nothing is added to later
   Unfinished<Kind> unfinished_;
@@ -249,8 +248,8 @@ void multiply_digits(const Matrix& matrix, const bf16* weights, int64_t first, i
 
 void multiply_in_tiles(const Matrix& matrix, int64_t first, int64_t last, const Rows& rows, int64_t m, char* room,
                        const Output& out) {
-  const bool in_digits = rows.num_digits > 0;
-  const AmxScope scope(matrix.format == Format::kInt4 && !in_digits ? kInt4Group : 64);
+  const bool in_digits = rows.digits.num_digits > 0;
+  const AmxScope scope(in_digits && m <= 8 ? 8 : 16, matrix.format == Format::kInt4 && !in_digits ? kInt4Group : 64);
   const int64_t start = first * matrix.padded_k * kPanel;
   if (matrix.coding != nullptr) {
     const Digits digits{rows};

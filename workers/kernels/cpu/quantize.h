@@ -53,22 +53,6 @@ ANTIPHON_INLINE float quantize_row(const float* x, int64_t k, int64_t padded_k, 
   return scale;
 }
 
-// v as bfloat16 numbers whose sum it is, each `stride` after the last: each takes 8 more bits, so three of them hold a
-// float32 as it is.
-ANTIPHON_INLINE void split(Vec v, int num_digits, bf16* digits, int64_t stride) {
-  for (int digit = 0; digit < num_digits; ++digit, digits += stride) {
-    store(digits, v);
-    v -= load(digits);
-  }
-}
-
-// A row x [k], 0 from k to padded_k. x is readable, as 0, up to a multiple of W.
-ANTIPHON_INLINE void split_row(const float* x, int64_t k, int64_t padded_k, int num_digits, bf16* digits,
-                               int64_t stride) {
-  const int64_t vectors = round_up<int64_t>(k, W);
-  for (int64_t i = 0; i < padded_k; i += W) split(i < vectors ? load(x + i) : Vec{}, num_digits, digits + i, stride);
-}
-
 // Lane j of `sum` gains the product of `activations` (4 numbers of one row) with the 4 weights of column j at `w`.
 ANTIPHON_INLINE void add_dot4(IVec& sum, int32_t activations, const IVec& w) {
 #if defined(__AVX512VNNI__)
