@@ -68,6 +68,8 @@ struct TileWeights {
   const char* base;
   int64_t start = 0, mask = -1;
   bool fresh = false;  // they come from memory
+  int num_digits = 1;  // whose products are added up, but for those of the rows' last digits that would change nothing
+  int64_t digit_bytes = 0;
 };
 
 // Up to 32 rows of activations, in one tile of 16 of them or two. A row of more than one digit is their sum.
@@ -91,66 +93,68 @@ ANTIPHON_INLINE TileRows<bf16> tile_rows(const DigitRows& rows, int64_t row, int
 // the same buffer) and come out as anything. Four tiles hold the sums, of two tiles of rows by both halves of the panel:
 // where there are no more than 16 rows, the second one is a digit of the same. Tiles take many cycles for few
 // instructions: `meanwhile` is called between them, to do something else.
-#define ANTIPHON_AMX_SUM(dot, Element, per_tile)                                                  \
-  before_tiles();                                                                                 \
-  const bool both = rows.count > 16;                                                              \
-  const int64_t sum_bytes = sums_stride * 4;                                                      \
-  auto *const second_sums = sums + 16 * sums_stride;                                              \
-  _tile_zero(2);                                                                                  \
-  _tile_zero(3);                                                                                  \
-  if (pass.more) {                                                                                \
-    _tile_loadd(0, sums, sum_bytes);                                                              \
-    _tile_loadd(1, sums + 16, sum_bytes);                                                         \
-    if (both) {                                                                                   \
-      _tile_loadd(2, second_sums, sum_bytes);                                                     \
-      _tile_loadd(3, second_sums + 16, sum_bytes);                                                \
-    }                                                                                             \
-  } else {                                                                                        \
-    _tile_zero(0);                                                                                \
-    _tile_zero(1);                                                                                \
-  }                                                                                               \
-  const int num_tiles = both ? 2 * rows.num_digits : rows.num_digits;                             \
-  const int64_t second = both ? rows.tile_stride : rows.digit_stride;                             \
-  const int64_t next_two = both ? rows.digit_stride : 2 * rows.digit_stride;                      \
-  const int64_t row_bytes = rows.stride * sizeof(Element);                                        \
-  const Element* row_tiles = rows.start;                                                          \
-  int64_t at = weights.start;                                                                     \
-  for (int64_t i = 0; i < k; i += per_tile, at += 16 * kPanel * 4, row_tiles += rows.depth_stride) {\
-    const char* w = weights.base + (at & weights.mask);                                           \
-    const Element* a = row_tiles;                                                                 \
-    ANTIPHON_AMX_ROWS(4, a);                                                                      \
-    if (pass.fresh) prefetch_tiles<0>(w);                                                         \
-    _tile_loadd(6, w, kPanel * 4);                                                                \
-    if (pass.fresh) prefetch_tiles<1>(w);                                                         \
-    dot(0, 4, 6);                                                                                 \
-    if (pass.fresh) prefetch_tiles<2>(w);                                                         \
-    _tile_loadd(7, w + 64, kPanel * 4);                                                           \
-    if (pass.fresh) prefetch_tiles<3>(w);                                                         \
-    dot(1, 4, 7);                                                                                 \
-    meanwhile();                                                                                  \
-    for (int tile = 1; tile < num_tiles; ++tile) {                                                \
-      ANTIPHON_AMX_ROWS(5, a + second);                                                           \
-      dot(2, 5, 6);                                                                               \
-      dot(3, 5, 7);                                                                               \
-      if (++tile == num_tiles) break;                                                             \
-      a += next_two;                                                                              \
-      ANTIPHON_AMX_ROWS(4, a);                                                                    \
-      dot(0, 4, 6);                                                                               \
-      dot(1, 4, 7);                                                                               \
-    }                                                                                             \
-  }                                                                                               \
-  _tile_stored(0, sums, sum_bytes);                                                               \
-  _tile_stored(1, sums + 16, sum_bytes);                                                          \
-  if (both) {                                                                                     \
-    _tile_stored(2, second_sums, sum_bytes);                                                      \
-    _tile_stored(3, second_sums + 16, sum_bytes);                                                 \
+#define ANTIPHON_AMX_SUM(dot, Element, per_tile)                                                       \
+  before_tiles();                                                                                      \
+  const bool both = rows.count > 16;                                                                   \
+  const int64_t sum_bytes = sums_stride * 4;                                                           \
+  auto *const second_sums = sums + 16 * sums_stride;                                                   \
+  _tile_zero(2);                                                                                       \
+  _tile_zero(3);                                                                                       \
+  if (pass.more) {                                                                                     \
+    _tile_loadd(0, sums, sum_bytes);                                                                   \
+    _tile_loadd(1, sums + 16, sum_bytes);                                                              \
+    if (both) {                                                                                        \
+      _tile_loadd(2, second_sums, sum_bytes);                                                          \
+      _tile_loadd(3, second_sums + 16, sum_bytes);                                                     \
+    }                                                                                                  \
+  } else {                                                                                             \
+    _tile_zero(0);                                                                                     \
+    _tile_zero(1);                                                                                     \
+  }                                                                                                    \
+  const int64_t second = both ? rows.tile_stride : rows.digit_stride;                                  \
+  const int64_t next_two = both ? rows.digit_stride : 2 * rows.digit_stride;                           \
+  const int64_t row_bytes = rows.stride * sizeof(Element);                                             \
+  for (int digit = weights.num_digits - 1; digit >= 0; --digit) {                                      \
+    const int num_tiles = (both ? 2 : 1) * (rows.num_digits - digit);                                  \
+    const Element* row_tiles = rows.start;                                                             \
+    int64_t at = weights.start;                                                                        \
+    for (int64_t i = 0; i < k; i += per_tile, at += 16 * kPanel * 4, row_tiles += rows.depth_stride) { \
+      const char* w = weights.base + digit * weights.digit_bytes + (at & weights.mask);                \
+      const Element* a = row_tiles;                                                                    \
+      ANTIPHON_AMX_ROWS(4, a);                                                                         \
+      if (pass.fresh) prefetch_tiles<0>(w);                                                            \
+      _tile_loadd(6, w, kPanel * 4);                                                                   \
+      if (pass.fresh) prefetch_tiles<1>(w);                                                            \
+      dot(0, 4, 6);                                                                                    \
+      if (pass.fresh) prefetch_tiles<2>(w);                                                            \
+      _tile_loadd(7, w + 64, kPanel * 4);                                                              \
+      if (pass.fresh) prefetch_tiles<3>(w);                                                            \
+      dot(1, 4, 7);                                                                                    \
+      meanwhile();                                                                                     \
+      for (int tile = 1; tile < num_tiles; ++tile) {                                                   \
+        ANTIPHON_AMX_ROWS(5, a + second);                                                              \
+        dot(2, 5, 6);                                                                                  \
+        dot(3, 5, 7);                                                                                  \
+        if (++tile == num_tiles) break;                                                                \
+        a += next_two;                                                                                 \
+        ANTIPHON_AMX_ROWS(4, a);                                                                       \
+        dot(0, 4, 6);                                                                                  \
+        dot(1, 4, 7);                                                                                  \
+      }                                                                                                \
+    }                                                                                                  \
+  }                                                                                                    \
+  _tile_stored(0, sums, sum_bytes);                                                                    \
+  _tile_stored(1, sums + 16, sum_bytes);                                                               \
+  if (both) {                                                                                          \
+    _tile_stored(2, second_sums, sum_bytes);                                                           \
+    _tile_stored(3, second_sums + 16, sum_bytes);                                                      \
   }
 
-#define ANTIPHON_AMX_ROWS(tile, rows)             \
-  if (pass.streaming) {                           \
-    _tile_stream_loadd(tile, rows, row_bytes);    \
-  } else {                                        \
-    _tile_loadd(tile, rows, row_bytes);           \
+#define ANTIPHON_AMX_ROWS(tile, rows)          \
+  if (pass.streaming) {                        \
+    _tile_stream_loadd(tile, rows, row_bytes); \
+  } else {                                     \
+    _tile_loadd(tile, rows, row_bytes);        \
   }
 
 template <typename Meanwhile>

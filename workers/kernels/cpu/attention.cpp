@@ -67,7 +67,7 @@ AttentionScratch::AttentionScratch(const AttentionShape& shape, int num_threads)
 void attend(Pool& pool, const AttentionCall& call, const AttentionPlan& plan, const AttentionScratch& scratch) {
   if (call.shape.num_heads == 0) return;
   const auto& tasks = plan.tasks();
-  const auto tile = serves_amx_tiles(call.shape, call.cache.format) ? attend_tile_amx : attend_tile;
+  const auto tile = serves_amx_tiles(call.shape) ? attend_tile_amx : attend_tile;
   const auto count = static_cast<int64_t>(tasks.size());
   pool.run(count, [&](int64_t i, int thread) {
     float* memory = scratch.of_thread(thread);

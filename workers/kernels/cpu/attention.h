@@ -111,7 +111,7 @@ int64_t tile_scratch_size(const AttentionShape& shape);
 int64_t queries_per_tile(const AttentionShape& shape);
 void attend_tile(const AttentionCall& call, const AttentionTask& task, int32_t window, float* memory);
 // The latter in tile registers, where there are some that serve it (attention_tile_amx.cpp).
-bool serves_amx_tiles(const AttentionShape& shape, KvFormat format);
+bool serves_amx_tiles(const AttentionShape& shape);
 int64_t amx_tile_scratch_size(const AttentionShape& shape);
 void attend_tile_amx(const AttentionCall& call, const AttentionTask& task, int32_t window, float* memory);
 

@@ -130,7 +130,8 @@ void add_row_tile(const AttentionCall& call, const TilePlace& place, int64_t row
     const int64_t from = std::max<int64_t>(0, place.first_key_of(r) - start);
     const int64_t to = std::min(n, place.position_of(r) - start + 1);
     float *own_scores = m.scores + r * kScoreStride, *sums = m.sums + r * m.dim;
-    soften_row(own_scores, from, to, seen, call.soft_cap, m.largest[r], m.weights[r], sums, m.dim);
+    const auto put = [&](int64_t i, Vec weights) { store(own_scores + i, weights); };
+    soften_row(own_scores, from, to, seen, call.soft_cap, m.largest[r], m.weights[r], sums, m.dim, put);
   }
   add_rows<R>(scores, seen, m.values, m.dim_panels, m.sums + row * m.dim, m.dim);
 }

@@ -51,12 +51,14 @@ inline void write_tile(const AttentionCall& call, const TilePlace& place, const 
   }
 }
 
-// Scores [0, seen) of one row become weights, 0 outside [from, to); the row's sums are brought to the new maximum.
-inline void soften_row(float* scores, int64_t from, int64_t to, int64_t seen, float soft_cap, float& largest,
-                       float& weight, float* sums, int64_t dim) {
+// Scores [0, seen) of one row become weights, 0 outside [from, to): put(i, W weights) takes them one after the other. The
+// row's sums are brought to the new maximum.
+template <typename Put>
+ANTIPHON_INLINE void soften_row(float* scores, int64_t from, int64_t to, int64_t seen, float soft_cap, float& largest,
+                                float& weight, float* sums, int64_t dim, const Put& put) {
   const int64_t padded = round_up<int64_t>(seen, W);
   if (from >= to) {
-    for (int64_t i = 0; i < padded; i += W) store(scores + i, Vec{});
+    for (int64_t i = 0; i < padded; i += W) put(i, Vec{});
     return;
   }
   if (soft_cap > 0) {
@@ -66,16 +68,18 @@ inline void soften_row(float* scores, int64_t from, int64_t to, int64_t seen, fl
   for (int64_t i = to; i < padded; ++i) scores[i] = kLowest;
   Vec highest = splat(largest);
   for (int64_t i = 0; i < padded; i += W) highest = vmax(load(scores + i), highest);
-  const float now = max_lane(highest), factor = now == largest ? 1 : std::exp(largest - now);
+  const float now = max_lane(highest);
   Vec total = Vec{};
   for (int64_t i = 0; i < padded; i += W) {
-    Vec e = vexp_bounded(load(scores + i) - now);
-    store(scores + i, e);
+    const Vec e = vexp_bounded(load(scores + i) - now);
+    put(i, e);
     total += e;
   }
-  weight = weight * factor + sum_lanes(total);
+  const bool is_larger = now != largest;
+  const Vec factor = is_larger ? vexp_bounded(splat(largest - now)) : splat(1.0f);
+  weight = weight * factor[0] + sum_lanes(total);
   largest = now;
-  if (factor != 1) {
+  if (is_larger) {
     for (int64_t d = 0; d < dim; d += W) store(sums + d, load(sums + d) * factor);
   }
 }
