@@ -83,13 +83,14 @@ def test_products_of_many_rows_by_wide_matrices_equal_those_of_pytorch(kernels, 
 def test_bfloat16_rounds_the_activations_of_long_prompts_only(kernels, pool):
     weight = random(64, 576, scale=0.1).bfloat16().float()
     matrix = PackedMatrix(kernels, pool, weight, format=Format.BFLOAT16)
-    for num_rows in (1, 7, 8, 16, 32):
+    for num_rows in (1, 7, 8, 16):
         x = random(num_rows, 576, seed=num_rows)
         assert_near(linear(kernels, pool, matrix, x, 64, Then.STORE), F.linear(x, weight), 2e-5)
-    x = random(40, 576)
-    error = (linear(kernels, pool, matrix, x, 64, Then.STORE) - F.linear(x, weight)).abs().max()
-    of_rounding = (F.linear(x.bfloat16().float(), weight) - F.linear(x, weight)).abs().max()
-    assert error <= 1.01 * of_rounding + 1e-5
+    for num_rows in (17, 40):
+        x = random(num_rows, 576)
+        error = (linear(kernels, pool, matrix, x, 64, Then.STORE) - F.linear(x, weight)).abs().max()
+        of_rounding = (F.linear(x.bfloat16().float(), weight) - F.linear(x, weight)).abs().max()
+        assert error <= 1.01 * of_rounding + 1e-5
 
 
 def test_small_matrices_share_memory_that_outlives_none_of_them(kernels, pool):

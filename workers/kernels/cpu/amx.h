@@ -56,7 +56,6 @@ ANTIPHON_INLINE void prefetch_tiles(const char* weights) {
 
 // What a sum of products does to the caches while it multiplies.
 struct AmxPass {
-  bool fresh = false;      // the weights come from memory, and are fetched some way ahead
   bool streaming = false;  // the rows are not kept in the first cache, which the weights do not leave
   bool more = false;       // `sums` holds products of smaller k, to be added to
 };
@@ -67,7 +66,7 @@ struct TileWeights {
 
   const char* base;
   int64_t start = 0, mask = -1;
-  bool fresh = false;  // they come from memory
+  bool fresh = false;  // they come from memory, and are fetched some way ahead
   int num_digits = 1;  // whose products are added up, but for those of the rows' last digits that would change nothing
   int64_t digit_bytes = 0;
 };
@@ -89,10 +88,10 @@ ANTIPHON_INLINE TileRows<bf16> tile_rows(const DigitRows& rows, int64_t row, int
           rows.num_digits * kTile, rows.num_digits, kTile};
 }
 
-// Sums [16 or 32][kPanel] of products, rows of them `sums_stride` apart. Rows past `rows.count` are read (they belong to
-// the same buffer) and come out as anything. Four tiles hold the sums, of two tiles of rows by both halves of the panel:
-// where there are no more than 16 rows, the second one is a digit of the same. Tiles take many cycles for few
-// instructions: `meanwhile` is called between them, to do something else.
+// Sums [16 or 32][kPanel] of products, `sums_stride` from row to row. Rows past `rows.count` are read (they belong to
+// the same buffer) and come out as anything. Four tiles hold the sums, of two tiles of rows by both halves of the
+// panel: where there are no more than 16 rows, the second one is another digit of the same. Tiles take many cycles for
+// few instructions: `meanwhile` is called between them, to do something else.
 #define ANTIPHON_AMX_SUM(dot, Element, per_tile)                                                       \
   before_tiles();                                                                                      \
   const bool both = rows.count > 16;                                                                   \
@@ -122,13 +121,13 @@ ANTIPHON_INLINE TileRows<bf16> tile_rows(const DigitRows& rows, int64_t row, int
       const char* w = weights.base + digit * weights.digit_bytes + (at & weights.mask);                \
       const Element* a = row_tiles;                                                                    \
       ANTIPHON_AMX_ROWS(4, a);                                                                         \
-      if (pass.fresh) prefetch_tiles<0>(w);                                                            \
+      if (weights.fresh) prefetch_tiles<0>(w);                                                         \
       _tile_loadd(6, w, kPanel * 4);                                                                   \
-      if (pass.fresh) prefetch_tiles<1>(w);                                                            \
+      if (weights.fresh) prefetch_tiles<1>(w);                                                         \
       dot(0, 4, 6);                                                                                    \
-      if (pass.fresh) prefetch_tiles<2>(w);                                                            \
+      if (weights.fresh) prefetch_tiles<2>(w);                                                         \
       _tile_loadd(7, w + 64, kPanel * 4);                                                              \
-      if (pass.fresh) prefetch_tiles<3>(w);                                                            \
+      if (weights.fresh) prefetch_tiles<3>(w);                                                         \
       dot(1, 4, 7);                                                                                    \
       meanwhile();                                                                                     \
       for (int tile = 1; tile < num_tiles; ++tile) {                                                   \

@@ -148,8 +148,8 @@ void antiphon_sampler_destroy(Sampler* sampler) { delete sampler; }
 
 void antiphon_sampler_sample(Sampler* sampler, const SampleCall* call) { sampler->sample(*call); }
 
-// A step of which every row samples, on a rank that has the whole vocabulary: its hidden states, logits [T, vocabulary],
-// and tokens, which are given as 32-bit numbers beside.
+// A step of which every row samples, on a rank that has the whole vocabulary: its hidden states, logits
+// [T, vocabulary], and tokens, which are given as 32-bit numbers beside.
 int32_t antiphon_decode(Decoder* decoder, const Step* step, float* logits, Sampler* sampler, const SampleCall* call,
                         int32_t* tokens) {
   return status_of([&] {

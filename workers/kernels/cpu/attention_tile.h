@@ -51,8 +51,8 @@ inline void write_tile(const AttentionCall& call, const TilePlace& place, const 
   }
 }
 
-// Scores [0, seen) of one row become weights, 0 outside [from, to): put(i, W weights) takes them one after the other. The
-// row's sums are brought to the new maximum.
+// Scores [0, seen) of one row become weights, 0 outside [from, to); put(i, W weights) takes them one after the other.
+// The row's sums are brought to the new maximum.
 template <typename Put>
 ANTIPHON_INLINE void soften_row(float* scores, int64_t from, int64_t to, int64_t seen, float soft_cap, float& largest,
                                 float& weight, float* sums, int64_t dim, const Put& put) {

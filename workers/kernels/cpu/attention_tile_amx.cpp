@@ -1,7 +1,7 @@
 // The same tiles in the tile registers of AMX. Keys and values of a bfloat16 or int8 cache are bfloat16 numbers as they
-// are (the scales of int8 are multiplied into scores and weights), with queries and softmax weights in two: 16 bits of
-// each, so next to nothing is lost of what the vectors of attention_tile.cpp keep. Of a coarse call these are one number
-// each, as the rows of the products around it. Of a float32 cache all are three, which lose nothing.
+// are (the scales of int8 are multiplied into scores and weights). Queries and softmax weights are two such numbers
+// each, so next to nothing is lost of what the vectors of attention_tile.cpp keep; of a coarse call one, as are the
+// rows of the products around it. Over a float32 cache all of them are three, which lose nothing.
 #include <type_traits>
 
 #include "amx.h"

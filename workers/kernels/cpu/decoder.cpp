@@ -244,8 +244,8 @@ Rows Decoder::run_inner(const Layer& layer, int64_t num_tokens) {
   out.data = nullptr;
   out.digits = {inner_digits_.get(), operand_stride_, num_digits};
   multiply(pool_, *layer.gate_up, rows, num_tokens, out);
-  for (int64_t row = 0; out.columns < layer.down->padded_k && row < num_tokens; ++row) {
-    for (int64_t k = out.columns; k < layer.down->padded_k; k += W) out.digits.put(row, k, Vec{});  // not what was there
+  for (int64_t k = out.columns; k < layer.down->padded_k; k += W) {  // up to whole tiles; NaNs there would spread
+    for (int64_t row = 0; row < num_tokens; ++row) out.digits.put(row, k, Vec{});
   }
   Rows inner = rows;
   inner.digits = out.digits;

@@ -15,8 +15,8 @@
 namespace antiphon {
 namespace {
 
-constexpr int64_t kMostRowsInTwoDigits = 32;  // up to here reading the weights takes longer than multiplying
-constexpr int64_t kMinUnpackRows = kMostRowsInTwoDigits + 1;  // from here unpacking 4 bits to 16 takes less time
+constexpr int64_t kMostRowsInTwoDigits = 16;  // up to here reading the weights takes longer than multiplying
+constexpr int64_t kMinUnpackRows = 33;  // from here unpacking 4 bits to 16 takes less time
 constexpr int64_t kMinRowsOfPart = 128;         // from twice as many on threads share rows, not only panels
 constexpr int64_t kUnpackedAtOnce = 512 << 10;  // bytes of weights that stay near a core while rows pass by
 constexpr int64_t kChunksPerThread = 12;

@@ -184,8 +184,9 @@ class Tiles {
         unfinished_(kind, m, out) {}
 
   void multiply(int64_t first_panel, int64_t last_panel, int64_t num_rows) {
-    const int64_t row_bytes = kind_.numbers_per_row() * m_.padded_k * static_cast<int64_t>(sizeof(typename Kind::Number));
-    const int64_t block = kAtOnce * std::clamp(kCachedOperands / (kAtOnce * row_bytes), kManySteps, kMostSteps);
+    const int64_t step_numbers = kAtOnce * kind_.numbers_per_row() * m_.padded_k;
+    const int64_t step_bytes = step_numbers * static_cast<int64_t>(sizeof(typename Kind::Number));
+    const int64_t block = kAtOnce * std::clamp(kCachedOperands / step_bytes, kManySteps, kMostSteps);
     for (int64_t row = 0; row < num_rows; row += block) {
       const int64_t last = std::min(num_rows, row + block);
       source_.begin((last - row + kAtOnce - 1) / kAtOnce);
@@ -203,11 +204,12 @@ class Tiles {
     const int64_t slice = round_up<int64_t>((m_.padded_k + num_slices - 1) / num_slices, kTile);
     for (int64_t k = 0; k < m_.padded_k; k += slice) {
       const int64_t size = std::min(slice, m_.padded_k - k);
-      const TileWeights weights = source_.slice(panel, k, size, num_steps);
+      TileWeights weights = source_.slice(panel, k, size, num_steps);
+      const bool fresh = weights.fresh;
       for (int64_t step = 0; step < num_steps; ++step) {
         const int64_t row = first + step * kAtOnce;
         AmxPass pass;
-        pass.fresh = weights.fresh && row == 0;
+        weights.fresh = fresh && row == 0;
         pass.streaming = num_steps >= kManySteps;
         pass.more = k > 0;
         auto* sums = sums_[num_slices > 1 ? step : next_sums_++ % 2];
