@@ -45,8 +45,9 @@ void linear(Pool& pool, const Matrix& matrix, const float* x, int64_t m, Then th
   padded.reserve(m + kSlack, k);
   std::vector<uint8_t> numbers(2 * (m + kSlack) * stride);
   std::vector<float> scales(m), group_sums((m + kSlack) * sums_stride);
-  std::vector<bf16> digits(kMostDigits * (m + kSlack) * stride);
-  const DigitRows digit_rows{digits.data(), stride, num_digits_wanted(matrix, m)};
+  const int num_digits = num_digits_wanted(matrix, m);
+  std::vector<bf16> digits(num_digits * (m + kSlack) * stride);
+  const DigitRows digit_rows{digits.data(), stride, num_digits};
   const Memory<char> unpacked = take<char>(pool.size() * unpacked_stride);
   for (int64_t row = 0; row < m; ++row) {
     memcpy(padded.row(row), x + row * k, k * 4);

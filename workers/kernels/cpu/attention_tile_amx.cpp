@@ -62,15 +62,13 @@ struct AmxTileMemory {
   const float* end;
 };
 
-// v as the sum of three bfloat16 numbers: a float32's 24 bits in eight each.
-ANTIPHON_INLINE void split(Vec v, UVec (&digits)[kMostDigits]) {
-  for (int i = 0; i < kMostDigits; ++i) {
+// v, which has 8 bits for each digit, as the sum of so many bfloat16 numbers.
+template <int Digits>
+ANTIPHON_INLINE void split(Vec v, UVec (&digits)[Digits]) {
+  for (int i = 0; i < Digits; ++i) {
     digits[i] = reinterpret_cast<UVec>(v) & 0xffff0000u;
     v -= reinterpret_cast<Vec>(digits[i]);
   }
-}
-ANTIPHON_INLINE void split(Vec v, UVec (&digits)[1]) {
-  digits[0] = reinterpret_cast<UVec>(v);
 }
 
 // The numbers of `first` and `second` in words of two, for each digit; `digit_size` words are between those.
@@ -80,7 +78,7 @@ ANTIPHON_INLINE void store_pairs(Vec first, Vec second, int64_t digit_size, floa
   split(first, lower);
   split(second, upper);
   for (int i = 0; i < Digits; ++i) {
-    store(words + i * digit_size, reinterpret_cast<Vec>((lower[i] >> 16) | (upper[i] & 0xffff0000u)));
+    store(words + i * digit_size, reinterpret_cast<Vec>((lower[i] >> 16) | upper[i]));
   }
 }
 

@@ -26,13 +26,7 @@ struct DigitRows {
 
   // W neighbouring k, from a multiple of W on.
   ANTIPHON_INLINE void put(int64_t row, int64_t k, Vec v) const {
-    bf16* digit = at(row, k);
-    store(digit, v);
-    for (int i = 1; i < num_digits; ++i) {
-      v -= load(digit);
-      digit += kTile;
-      store(digit, v);
-    }
+    put_at(at(row, k), num_digits, v);
   }
 
   // x [k], and 0 from k to padded_k. x is readable, as 0, up to a multiple of W.
@@ -45,20 +39,22 @@ struct DigitRows {
   }
 
  private:
+  ANTIPHON_INLINE static void put_at(bf16* digit, int num_digits, Vec v) {
+    store(digit, v);
+#pragma GCC unroll 2
+    for (int i = 1; i < num_digits; ++i) {
+      v -= load(digit);
+      digit += kTile;
+      store(digit, v);
+    }
+  }
+
   template <int Digits>
   ANTIPHON_INLINE void put_row_of(int64_t row, const float* x, int64_t k, int64_t padded_k) const {
     bf16* tile = at(row, 0);
     for (int64_t i = 0; i < padded_k; i += kDepth, tile += Digits * kTile) {
 #pragma GCC unroll 8
-      for (int64_t j = 0; j < kDepth; j += W) {
-        Vec v = i + j < k ? load(x + i + j) : Vec{};
-#pragma GCC unroll 3
-        for (int digit = 0; digit < Digits; ++digit) {
-          bf16* out = tile + digit * kTile + j;
-          store(out, v);
-          v -= load(out);
-        }
-      }
+      for (int64_t j = 0; j < kDepth; j += W) put_at(tile + j, Digits, i + j < k ? load(x + i + j) : Vec{});
     }
   }
 };

@@ -22,7 +22,6 @@ constexpr int64_t kCachedOperands = 768 << 10;  // bytes of a block's rows
 // Activations of each kind: of kRows rows at once; a row has so many rows of sums.
 struct Digits {
   using Number = bf16;
-  using Weight = bf16;
   using Sum = float;
   static constexpr int64_t kRows = kAmxRows, kRowsOfSums = 1;
   const Rows& rows;
@@ -38,7 +37,6 @@ struct Digits {
 
 struct Numbers {
   using Number = uint8_t;
-  using Weight = int8_t;
   using Sum = int32_t;
   static constexpr int64_t kRows = kAmxRows / 2, kRowsOfSums = 2;
   const Rows& rows;
