@@ -41,7 +41,6 @@ struct DigitRows {
  private:
   ANTIPHON_INLINE static void put_at(bf16* digit, int num_digits, Vec v) {
     store(digit, v);
-#pragma GCC unroll 2
     for (int i = 1; i < num_digits; ++i) {
       v -= load(digit);
       digit += kTile;
